@@ -1,0 +1,65 @@
+"""What a checkpoint says about a tensor, and a tensor in its packed form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@attrs.frozen(kw_only=True)
+class TensorInfo:
+    """One tensor of a checkpoint, described without reading it.
+
+    Attributes:
+        name: in Hugging Face terms, such as ``model.layers.0.self_attn.q_proj.weight``.
+        shape: of the dense tensor, outermost dimension first.
+        dtype: of what ``read`` returns, as torch spells it: ``float32``, ``bfloat16``, ...
+        format: how the file stores it: the dtype for dense tensors, else the name of the packed
+            format in lower case (``q4_1``, ``q8_0``, ``q6_k``, ...).
+        num_bytes: size in the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: str
+    num_bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class PackedTensor:
+    """A tensor in the blocks of its file format, for kernels that keep weights packed.
+
+    Attributes:
+        format: name of the block format in lower case, such as ``q4_1``.
+        data: ``[*shape[:-1], bytes_per_row]``, uint8; blocks lie along the last dimension. It may
+            share memory with the mapped file, so do not write to it.
+        shape: of the dense tensor that the blocks stand for.
+        block_size: dense elements per block.
+        bytes_per_block: bytes per block.
+    """
+
+    format: str
+    data: Tensor
+    shape: tuple[int, ...]
+    block_size: int
+    bytes_per_block: int
+
+
+@attrs.frozen(kw_only=True)
+class WeightSpec:
+    """One weight that a model expects.
+
+    Attributes:
+        name: in Hugging Face terms.
+        shape: expected dense shape.
+        optional: whether the checkpoint may lack it (a tied output head, for example).
+    """
+
+    name: str
+    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    optional: bool = False

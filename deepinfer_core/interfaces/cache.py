@@ -1,0 +1,141 @@
+"""Slot ``cache``: the owner of device pages, their block tables, and what may be shared.
+
+The engine talks to it by sequence id. Positions of a sequence go through three states: *reserved* (a page
+is there), *committed* (the token's state is final and the cache may share it), *released*. Everything is
+arithmetic on the host; pages move only through the ``PageCopy``s a cache hands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from attrs import frozen
+
+from deepinfer_core.batch import Int32, PageCopy
+from deepinfer_core.kv.layout import CacheGroupSpec
+
+
+@frozen(kw_only=True)
+class CacheContext:
+    """What a cache builder receives.
+
+    Attributes:
+        groups: the model's cache groups.
+        num_pages: pages of each group.
+        namespace: digest of model and layout; pages of different namespaces never match.
+        clock: seconds, monotonic; the only source of time.
+        eviction: the eviction policy, or None where the cache does not share.
+        kv_store: pages behind the device, or None.
+        export_page: ``(group, page) -> bytes``, for stores; None without a device.
+        import_page: ``(group, page, data)``, for stores; None without a device.
+    """
+
+    groups: tuple[CacheGroupSpec, ...]
+    num_pages: tuple[int, ...]
+    namespace: str
+    clock: Callable[[], float]
+    eviction: Any = None
+    kv_store: Any = None
+    export_page: Callable[[int, int], bytes] | None = None
+    import_page: Callable[[int, int, bytes], None] | None = None
+
+
+@frozen(kw_only=True)
+class Hit:
+    """What was found for a new sequence; fixed for its life.
+
+    Attributes:
+        length: tokens whose stored state is reused, 0 = none. Less than the number of tokens asked
+            for, since a row must be computed to get logits.
+        compute_from: first position to compute; lower than ``length`` where rows are replayed.
+        visible_from: per group, lowest position whose state may be seen.
+        tier: where the pages came from ("device", "host", "disk"), None without a hit.
+        exact: False when the result is an approximation by design (bounded replay).
+    """
+
+    length: int = 0
+    compute_from: int = 0
+    visible_from: tuple[int, ...] = ()
+    tier: str | None = None
+    exact: bool = True
+
+
+@frozen(kw_only=True)
+class CacheUsage:
+    """Pages of one group: ``used`` by sequences, ``reusable`` kept for later hits, ``free``."""
+
+    total: int
+    used: int
+    reusable: int
+    free: int
+
+
+class Cache(Protocol):
+    """Owner of the pages of every group. Called from the engine's thread only.
+
+    Laws (``deepinfer_core.testing.contracts.CacheContract`` checks them): every page is free, reusable or
+    used, never two of these; no page is written by two sequences; after every sequence is released,
+    ``used`` is 0 for every group; a failed call changes nothing.
+    """
+
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+        """Begin a sequence with its known tokens; look for a stored prefix and pin it.
+
+        Args:
+            sequence_id: not open yet, else ValueError.
+            token_ids: all tokens known so far (after a preemption, outputs too).
+            salt: pages of different salts never match.
+        """
+        ...
+
+    def ready(self, sequence_id: int) -> bool:
+        """Whether pages being loaded from a store have arrived; True without a store."""
+        ...
+
+    def reserve(self, sequence_id: int, num_tokens: int) -> bool:
+        """Make room for positions below ``num_tokens`` in every group: all or nothing.
+
+        May evict reusable pages. Returns False, with nothing changed, if pages are short. Never
+        shrinks.
+        """
+        ...
+
+    def available_for(self, num_tokens: int) -> bool:
+        """Whether a new sequence of ``num_tokens`` tokens could be reserved now."""
+        ...
+
+    def commit(self, sequence_id: int, num_tokens: int, token_ids: Sequence[int]) -> None:
+        """Positions below ``num_tokens`` hold final state of ``token_ids[:num_tokens]``.
+
+        Full pages may be shared from now on; pages no window can see may be given back.
+        """
+        ...
+
+    def rollback(self, sequence_id: int, num_tokens: int) -> None:
+        """Give back reserved pages beyond position ``num_tokens``; never below what was committed."""
+        ...
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int) -> bool:
+        """Open ``child_id`` with the parent's first ``num_tokens`` positions.
+
+        Full pages are shared, a partial last page and state slots are copied (``take_copies``).
+        Returns False, with nothing changed, if pages are short or the cache cannot fork.
+        """
+        ...
+
+    def release(self, sequence_id: int) -> None:
+        """End a sequence; everything it held is free or reusable. Unknown ids are ignored."""
+        ...
+
+    def block_table(self, sequence_id: int, group: int) -> Int32:
+        """[num_pages_held], int32; -1 where a window page was given back. Do not modify."""
+        ...
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Copies to make before the next step; each is handed out once."""
+        ...
+
+    def usage(self) -> tuple[CacheUsage, ...]:
+        """Pages now, one entry a group."""
+        ...

@@ -1,0 +1,163 @@
+"""Slot ``model``: families of architectures, and models ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import field, frozen
+
+from deepinfer_core.batch import Batch
+from deepinfer_core.kv.layout import CacheGroupSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@frozen(kw_only=True)
+class WeightSpec:
+    """One tensor a model needs from a checkpoint.
+
+    Attributes:
+        name: as in Hugging Face checkpoints.
+        shape: expected shape.
+        optional: may be missing (tied heads, biases).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+
+@frozen(kw_only=True)
+class ModelSpec:
+    """What is known of a model from its configuration alone.
+
+    Attributes:
+        architecture: as in config.json.
+        vocab_size: rows of the head.
+        hidden_size: width of the residual stream.
+        num_layers: layers, numbered from 0.
+        num_query_heads: query heads of a layer.
+        head_dim: numbers per query head.
+        max_position: longest sequence the model was made for, in tokens.
+        groups: cache groups, in the order of ``Batch.groups``.
+        weights: every tensor needed.
+        needs: features that attention or cache must offer.
+        eos_token_ids: ids that end a sequence, from the configuration.
+        decoder_keep: prompt rows a truncating decoder keeps, 0 = no truncation.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_query_heads: int
+    head_dim: int
+    max_position: int
+    groups: tuple[CacheGroupSpec, ...]
+    weights: tuple[WeightSpec, ...]
+    needs: frozenset[str] = field(default=frozenset(), converter=frozenset)
+    eos_token_ids: tuple[int, ...] = ()
+    decoder_keep: int = 0
+
+
+@frozen(kw_only=True)
+class ModelContext:
+    """What a model family's builder receives (nothing yet; options come from its config class)."""
+
+
+class StepContext(Protocol):
+    """One step as a model sees it. Lives for one forward pass.
+
+    A model calls ``attend`` with its layer number and never handles pages itself; models with layouts of
+    their own reach storage and plan through ``group``.
+    """
+
+    batch: Batch
+    token_ids: torch.Tensor
+    """[num_tokens], int64, on the device."""
+    positions: torch.Tensor
+    """[num_tokens], int64, on the device."""
+    logit_rows: torch.Tensor
+    """[num_logits], int64, on the device."""
+    scratch: dict[str, Any]
+    """Whatever layers hand to later layers of the same step (top-k lists, candidates)."""
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        params: Any,
+    ) -> torch.Tensor:
+        """Attention of one layer over its cache group; see ``Attention.attend``."""
+        ...
+
+    def group(self, index: int) -> tuple[Any, Any]:
+        """(storage, plan) of a cache group."""
+        ...
+
+    def tap(self, name: str, hidden: torch.Tensor) -> None:
+        """Offer the residual stream after a named layer ("layer.3"); kept only if asked for."""
+        ...
+
+
+class Model(Protocol):
+    """A model with its weights. Called from the accelerator's queue only."""
+
+    spec: ModelSpec
+
+    def forward(self, step: StepContext) -> torch.Tensor:
+        """Run all layers.
+
+        Returns:
+            [num_logits, hidden_size]: final-norm output of the rows in ``step.logit_rows``.
+        """
+        ...
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> logits [n, vocab_size], float32."""
+        ...
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n] int64 -> [n, hidden_size]; drafters share it."""
+        ...
+
+
+@frozen(kw_only=True)
+class BuildRequest:
+    """Everything a family needs to build a model.
+
+    Attributes:
+        config: Hugging Face configuration.
+        spec: what ``describe`` returned.
+        read: ``name -> tensor`` dense in the checkpoint's dtype; each is read once.
+        read_packed: ``name -> packed tensor or None`` for formats kernels keep packed.
+        ops: the bound op table.
+        dtype: computation dtype name.
+        device: torch device.
+    """
+
+    config: Mapping[str, Any]
+    spec: ModelSpec
+    read: Callable[[str], torch.Tensor]
+    read_packed: Callable[[str], Any]
+    ops: Any
+    dtype: str
+    device: torch.device
+
+
+class ModelFamily(Protocol):
+    """What the ``model`` slot builds: a set of architectures."""
+
+    def describe(
+        self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str
+    ) -> ModelSpec:
+        """Read a configuration; CheckpointError lists every unsupported or contradictory field."""
+        ...
+
+    def build(self, request: BuildRequest) -> Model:
+        """Read the weights and make the model."""
+        ...

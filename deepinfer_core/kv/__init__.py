@@ -1,0 +1,1 @@
+"""Layouts and pages of attention state, without any device."""

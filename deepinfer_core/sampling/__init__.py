@@ -1,0 +1,44 @@
+"""Logits and parameters to tokens, with random numbers that depend on the position alone.
+
+`Sampler` draws, `filtered_distribution` says from what, `score_rows` gives prompt logprobs;
+`rng` has the random numbers that verification of drafts and kernels must follow.
+"""
+
+from deepinfer_core.sampling.draws import draw_coupled, draw_masses
+from deepinfer_core.sampling.filters import Candidates, candidates
+from deepinfer_core.sampling.processors import pack_mask, process
+from deepinfer_core.sampling.rng import (
+    Purpose,
+    gumbel,
+    output_seed,
+    stream_key,
+    uniform,
+    uniform_bits,
+)
+from deepinfer_core.sampling.rows import FailureKind, RowFailure, RowParams, TokenHistory
+from deepinfer_core.sampling.sampler import Sampler, SampleResult, filtered_distribution
+from deepinfer_core.sampling.scores import score_row, score_rows
+
+__all__ = [
+    "Candidates",
+    "FailureKind",
+    "Purpose",
+    "RowFailure",
+    "RowParams",
+    "SampleResult",
+    "Sampler",
+    "TokenHistory",
+    "candidates",
+    "draw_coupled",
+    "draw_masses",
+    "filtered_distribution",
+    "gumbel",
+    "output_seed",
+    "pack_mask",
+    "process",
+    "score_row",
+    "score_rows",
+    "stream_key",
+    "uniform",
+    "uniform_bits",
+]

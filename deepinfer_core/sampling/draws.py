@@ -1,0 +1,63 @@
+"""Drawing one token: by position noise (coupled), or from integer masses (rejection)."""
+
+from __future__ import annotations
+
+import torch
+
+from deepinfer_core.sampling.filters import Candidates
+from deepinfer_core.sampling.rng import MASK64, gumbel_at, gumbel_of, splitmix
+
+_SMALL = 2048  # up to here exact noise for every candidate costs less than choosing
+_MARGIN = 2.0  # rough noise is wrong by less than half of this
+
+
+def draw_coupled(candidates: Candidates, key: int) -> int:
+    """Return the argmax of ``x + noise``: a draw from the candidates' distribution.
+
+    The same key gives the same noise for every distribution, so that a draft and its target,
+    drawn at one position, agree as often as their distributions do.
+
+    Args:
+        candidates: at least one.
+        key: from `rng.stream_key`.
+
+    Returns:
+        The token id; the lowest one among equals.
+    """
+    ids, x = candidates.token_ids, candidates.x
+    if ids.shape[0] == 1:
+        return int(ids[0])
+    if ids.shape[0] <= _SMALL:
+        scores = x + gumbel_at(key, ids)
+        return int(ids[torch.argmax(scores)])
+    bits = splitmix(key, ids)
+    rough = _rough_gumbel(bits).add_(x)
+    near = torch.nonzero(rough >= rough.amax() - _MARGIN).squeeze(-1)
+    scores = x[near] + gumbel_of(bits[near])
+    return int(ids[near[torch.argmax(scores)]])
+
+
+def _rough_gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """Return the noise in float32, by the device's own logarithm, within 1 of the exact one.
+
+    Computed from ``1 - u``, which float32 resolves where the noise is large; the clamp is where
+    the noise is smallest (-2.8 instead of -3.6).
+    """
+    complement = ((~bits) >> 12).bitwise_and_(2**52 - 1).to(torch.float32)
+    complement.add_(0.5).mul_(2.0**-52).clamp_(max=1.0 - 2.0**-24)
+    return complement.neg_().log1p_().neg_().log_().neg_()
+
+
+def draw_masses(masses: torch.Tensor, bits: int) -> int:
+    """Return the index that uniform bits select from integer masses.
+
+    Args:
+        masses: [n], int64, at least 0, with a positive sum below 2**63.
+        bits: from `rng.uniform_bits`.
+
+    Returns:
+        Index i with probability ``masses[i] / sum``, within 2**-64.
+    """
+    cumulative = torch.cumsum(masses, dim=0)
+    point = ((bits & MASK64) * int(cumulative[-1])) >> 64
+    return int(torch.searchsorted(cumulative, point, right=True))

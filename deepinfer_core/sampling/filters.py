@@ -1,0 +1,151 @@
+"""Temperature and the filters: which tokens may be drawn, and how likely each is.
+
+All tokens stand in one order: larger logit first, lower id first among equals. Each filter keeps
+a prefix of it, so that together they keep the shortest of the three, at least one token:
+
+* top-k: the first k;
+* top-p: the fewest whose mass reaches ``top_p`` of the *whole* softmax after temperature; it
+  does not depend on top-k (filters that renormalise in between keep other sets);
+* min-p: those at least ``min_p`` times as likely as the first.
+
+With ``x = (logit - largest logit) / temperature`` in float64, probabilities are integer masses
+``round(exp(x) * 2**40)``: their sums do not depend on any order, and the same logits keep the
+same tokens on every device and in every batch.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from deepinfer_core.requests import SamplingParams
+from deepinfer_core.sampling.portable import MASS_FLOOR, log_float, masses
+
+_FIRST_HEAD = 256  # most nuclei are smaller; the head grows while it is too short
+_HEAD_GROWTH = 16
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Candidates:
+    """The tokens that may be drawn from a row.
+
+    Args:
+        token_ids: [num_candidates], int64, ascending.
+        x: [num_candidates], float64: (logit - largest) / temperature, finite, at most 0.
+    """
+
+    token_ids: torch.Tensor
+    x: torch.Tensor
+
+    def masses(self) -> torch.Tensor:
+        """Return [num_candidates], int64: how likely each is, on the scale 2**40."""
+        return masses(self.x)
+
+
+def head(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first tokens in the order of this module.
+
+    Args:
+        logits: [vocab], without NaN.
+        count: how many, from 0; at most the vocabulary.
+
+    Returns:
+        [count], int64.
+    """
+    count = min(count, logits.shape[0])
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    if count == logits.shape[0]:
+        return torch.sort(logits, descending=True, stable=True).indices
+    values, ids = torch.topk(logits, count)
+    last = values[-1]
+    above = ids[values > last]
+    equal = torch.nonzero(logits == last).squeeze(-1)[: count - above.shape[0]]
+    found = torch.sort(torch.cat([above, equal])).values
+    return found[torch.sort(logits[found], descending=True, stable=True).indices]
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
+    """Return the tokens of one row that survive temperature and filters.
+
+    Args:
+        logits: [vocab], float32, after `processors.process`; the largest is finite, -inf is a
+            banned token.
+        params: its temperature must not be 0.
+    """
+    largest = float(logits.amax())
+    if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
+        ids = torch.nonzero(logits > -torch.inf).squeeze(-1)
+    else:
+        ids = torch.sort(_survivors(logits, largest, params)).values
+    x = _scaled(logits[ids], largest, params)
+    finite = x > -torch.inf
+    if not bool(finite.all()):
+        ids, x = ids[finite], x[finite]
+    return Candidates(token_ids=ids, x=x)
+
+
+def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return the probabilities from which one row is drawn.
+
+    Args:
+        logits: [vocab], float32, after `processors.process`, with a finite largest one.
+        params: temperature 0 puts everything on the argmax.
+
+    Returns:
+        [vocab], float64, 0 for tokens that are never drawn.
+    """
+    result = torch.zeros(logits.shape[0], dtype=torch.float64, device=logits.device)
+    if params.greedy:
+        result[head(logits, 1)] = 1.0
+        return result
+    kept = candidates(logits, params)
+    mass = kept.masses()
+    result[kept.token_ids] = mass.to(torch.float64) / mass.sum().to(torch.float64)
+    return result
+
+
+def total_mass(logits: torch.Tensor, largest: float, temperature: float = 1.0) -> torch.Tensor:
+    """Return the sum of all masses of a row, int64 scalar."""
+    # Only tokens above the floor weigh anything; the margin covers rounding of the bound.
+    bound = largest + temperature * (MASS_FLOOR - 1.0) - abs(largest) * 1e-6
+    near = logits[logits >= bound]
+    x = (near.to(torch.float64) - largest) / temperature
+    return masses(x).sum()
+
+
+def _scaled(values: torch.Tensor, largest: float, params: SamplingParams) -> torch.Tensor:
+    return (values.to(torch.float64) - largest) / params.temperature
+
+
+def _survivors(logits: torch.Tensor, largest: float, params: SamplingParams) -> torch.Tensor:
+    vocab = logits.shape[0]
+    limit = min(params.top_k, vocab) if params.top_k else vocab
+    floor = log_float(params.min_p) if params.min_p > 0 else None
+    if limit == vocab and params.top_p == 1.0 and floor is not None:
+        x = _scaled(logits, largest, params)
+        return torch.nonzero(x >= floor).squeeze(-1)
+    needed = None
+    if params.top_p < 1.0:
+        total = total_mass(logits, largest, params.temperature)
+        needed = torch.ceil(total.to(torch.float64) * params.top_p).to(torch.int64)
+    size = limit if needed is None and floor is None else min(limit, _FIRST_HEAD)
+    while True:
+        ordered = head(logits, size)
+        kept = _prefix(_scaled(logits[ordered], largest, params), needed, floor)
+        if kept <= size or size == limit:
+            return ordered[: min(kept, size)]
+        size = min(limit, size * _HEAD_GROWTH)
+
+
+def _prefix(x: torch.Tensor, needed: torch.Tensor | None, floor: float | None) -> int:
+    """Return how many of the first tokens top-p and min-p keep; one more than there are if all."""
+    kept = x.shape[0] + 1
+    if needed is not None:
+        before = torch.cumsum(masses(x), dim=0) < needed
+        kept = min(kept, int(before.sum()) + 1)
+    if floor is not None:
+        likely = int((x >= floor).sum())
+        if likely < x.shape[0]:
+            kept = min(kept, likely)
+    return kept

@@ -1,0 +1,1 @@
+"""The engine: its core loop, and the fronts that people use."""

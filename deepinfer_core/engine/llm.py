@@ -1,0 +1,379 @@
+"""`LLM`: an engine for scripts and notebooks, driven by the calling thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import attrs
+
+from deepinfer_core.engine.progress import ProgressBar
+from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
+from deepinfer_core.engine.pump import Pump
+from deepinfer_core.engine.surface import EngineSurface, TextCodec
+from deepinfer_core.engine.token_stream import TokenStream
+from deepinfer_core.errors import EngineClosedError, RequestError
+from deepinfer_core.requests import Request, RequestOutput, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from deepinfer_core.config import EngineConfig
+
+
+class BatchError(RequestError):
+    """Some prompts of a batch failed; the results of all are kept.
+
+    Attributes:
+        results: one for each prompt, in input order; those that failed have ``error`` set.
+    """
+
+    def __init__(self, message: str, results: Sequence[RequestOutput]) -> None:
+        super().__init__(message)
+        self.results = tuple(results)
+
+    def __reduce__(self) -> tuple[type[BatchError], tuple[str, tuple[RequestOutput, ...]]]:
+        """Pickle with the results."""
+        return type(self), (str(self), self.results)
+
+
+@attrs.frozen(kw_only=True)
+class Score:
+    """How likely a text is under the model.
+
+    Attributes:
+        token_ids: the text's tokens.
+        logprobs: one for each token, None for the first (nothing predicts it).
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+
+    @property
+    def total(self) -> float:
+        """Natural logarithm of the probability of all tokens after the first."""
+        return sum(entry.logprob for entry in self.logprobs if entry is not None)
+
+
+class LLM:
+    """A model for offline work. Not for several threads; `AsyncEngine` is.
+
+    Args:
+        model: path of a checkpoint, a registered name or a hub id; default as in `EngineConfig`.
+        config: a configuration, or the path of one.
+        plugins: modules or objects that are plugins besides the installed ones.
+        overrides: fields of `EngineConfig` that replace those of ``config``.
+
+    Raises:
+        DeepInferError: the configuration, the composition or the checkpoint is refused.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | str | Path | None = None,
+        plugins: Sequence[object] = (),
+        **overrides: Any,
+    ) -> None:
+        if model is not None:
+            overrides["model"] = str(model)
+        settled = _configuration(config, overrides)
+        from deepinfer_core.engine.engine import Engine
+
+        self._adopt(Engine.from_config(settled, plugins=plugins))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig | str | Path, plugins: Sequence[object] = ()) -> LLM:
+        """Build from a configuration, or the path of one."""
+        return cls(config=config, plugins=plugins)
+
+    @classmethod
+    def over(cls, engine: EngineSurface, *, clock: Callable[[], float] = time.monotonic) -> LLM:
+        """Wrap an engine that exists; the LLM closes it.
+
+        Args:
+            engine: used by this LLM only.
+            clock: the engine's clock, in seconds.
+        """
+        llm = cls.__new__(cls)
+        llm._adopt(engine, clock)
+        return llm
+
+    def _adopt(self, engine: EngineSurface, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine: EngineSurface | None = engine
+        self._pump = Pump(engine)
+        self._clock = clock
+        self._submitted = 0
+
+    # -------------------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        raise_on_error: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts as they are, many at a time.
+
+        Args:
+            prompts: one text, or a list of texts and token id lists.
+            params: for all prompts, or one for each.
+            progress: show a progress bar if stderr is a terminal.
+            raise_on_error: raise once all have ended; otherwise look at each ``error``.
+
+        Returns:
+            One result per prompt, in input order. A refused prompt keeps its place.
+
+        Raises:
+            BatchError: some prompts were refused or failed; ``.results`` has all results.
+            RequestError: the arguments do not fit together.
+        """
+        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if many and isinstance(many[0], int):
+            raise RequestError("one prompt of token ids must stand in a list: generate([ids])")
+        return self._generate(many, self._spread(params, len(many)), progress, raise_on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        raise_on_error: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer conversations; as `generate`, after the model's chat template.
+
+        Args:
+            messages: one conversation, or a list of them.
+            params: for all conversations, or one for each.
+            progress: show a progress bar if stderr is a terminal.
+            raise_on_error: raise once all have ended; otherwise look at each ``error``.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else list(messages)
+        spread = self._spread(params, len(conversations))
+        return self._generate(conversations, spread, progress, raise_on_error, chat_ids)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Continue one prompt and return its deltas as they come.
+
+        Several streams may be open at once: they share the engine's steps.
+
+        Raises:
+            RequestError: the prompt is refused.
+        """
+        return TokenStream(self._pump, self._request(prompt_ids(self.engine, prompt), params))
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> TokenStream:
+        """Answer one conversation and return the deltas as they come."""
+        return TokenStream(self._pump, self._request(chat_ids(self.engine, messages), params))
+
+    def score(self, texts: str | Sequence[Prompt], top: int = 0) -> list[Score]:
+        """Return how likely texts are.
+
+        Args:
+            texts: one text, or a list of texts and token id lists.
+            top: how many alternatives to report at each place.
+
+        Raises:
+            BatchError: some texts were refused.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        return [
+            Score(token_ids=result.prompt_token_ids, logprobs=result.prompt_logprobs)
+            for result in self.generate(texts, params)
+        ]
+
+    def as_completed(
+        self,
+        tasks: Iterable[tuple[Prompt, SamplingParams]],
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """Run prompts and yield each result, with its number, as soon as it is complete.
+
+        Prompts are taken one by one when there is room, so that ``tasks`` may be endless. Refused
+        prompts come out with ``error`` set. Closing the iterator ends what is running.
+        """
+        return self._as_completed(tasks, prompt_ids)
+
+    # -------------------------------------------------------------------------- life
+
+    @property
+    def engine(self) -> EngineSurface:
+        """The engine; do not step it from another thread.
+
+        Raises:
+            EngineClosedError: after `close`.
+        """
+        if self._engine is None:
+            raise EngineClosedError("this LLM is closed; make another one")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """End everything that runs and release the engine. May be called again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> Self:
+        """Close at the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+    # -------------------------------------------------------------------------- inside
+
+    def _generate(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        progress: bool,
+        raise_on_error: bool,
+        encode: Callable[[EngineSurface, Any], tuple[int, ...]] = prompt_ids,
+    ) -> list[RequestOutput]:
+        results: dict[int, RequestOutput] = {}
+        with ProgressBar(len(prompts), progress) as advance:
+            for at, result in self._as_completed(zip(prompts, params, strict=True), encode):
+                results[at] = result
+                advance(result)
+        ordered = [results[at] for at in range(len(prompts))]
+        if raise_on_error:
+            _raise_for_errors(ordered)
+        return ordered
+
+    def _as_completed(
+        self,
+        tasks: Iterable[tuple[Any, SamplingParams]],
+        encode: Callable[[EngineSurface, Any], tuple[int, ...]],
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        source = enumerate(tasks)
+        running: dict[str, int] = {}
+        window = self._window()
+        more = True
+        try:
+            while more or running:
+                while more and len(running) < window:
+                    entry = next(source, None)
+                    if entry is None:
+                        more = False
+                        break
+                    at, (prompt, params) = entry
+                    outcome = self._try_submit(prompt, params, encode)
+                    if isinstance(outcome, RequestOutput):
+                        yield at, outcome
+                    else:
+                        running[outcome] = at
+                if running:
+                    self._pump.step()
+                for request_id in list(running):
+                    result = self._pump.take(request_id)
+                    if result is not None:
+                        yield running.pop(request_id), result
+        finally:
+            if running and self._engine is not None:
+                self._pump.cancel(running)
+
+    def _try_submit(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        encode: Callable[[EngineSurface, Any], tuple[int, ...]],
+    ) -> str | RequestOutput:
+        """Submit and return the request's id, or the result of a refused one."""
+        ids: tuple[int, ...] = ()
+        try:
+            ids = encode(self.engine, prompt)
+            request = self._request(ids, params)
+            self._pump.submit(request)
+        except RequestError as error:
+            shown = ids if all(type(item) is int for item in ids) else ()
+            return RequestOutput(
+                request_id=f"refused-{self._submitted}",
+                prompt_token_ids=shown,
+                outputs=(),
+                invariant=True,
+                error=str(error),
+            )
+        return request.request_id
+
+    def _request(self, ids: Sequence[int], params: SamplingParams | None) -> Request:
+        self._submitted += 1
+        return Request(
+            request_id=f"llm-{self._submitted}",
+            prompt_token_ids=tuple(ids),
+            params=params if params is not None else SamplingParams(),
+            arrival_s=self._clock(),
+        )
+
+    def _window(self) -> int:
+        """How many requests to hold in the engine: enough to fill it, never more than it takes."""
+        options = self.engine.config.engine
+        return max(1, min(2 * options.max_sequences, options.max_waiting))
+
+    @staticmethod
+    def _spread(
+        params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RequestError(
+                f"{count} prompts need one SamplingParams for all or {count} of them, "
+                f"not {len(params)}"
+            )
+        return params
+
+
+def _configuration(
+    config: EngineConfig | str | Path | None, overrides: Mapping[str, Any]
+) -> EngineConfig:
+    from deepinfer_core.config import EngineConfig
+    from deepinfer_core.errors import ConfigError
+
+    if isinstance(config, str | Path):
+        from deepinfer_core import load_config
+
+        base: EngineConfig = load_config(config)
+    else:
+        base = config if config is not None else EngineConfig()
+    known = {item.name for item in attrs.fields(EngineConfig)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ConfigError(
+            "invalid arguments of LLM", [f"unknown field {name!r}" for name in unknown]
+        )
+    return attrs.evolve(base, **overrides)
+
+
+def _raise_for_errors(results: Sequence[RequestOutput]) -> None:
+    failed = [(at, error) for at, result in enumerate(results) if (error := _error_of(result))]
+    if failed:
+        at, error = failed[0]
+        raise BatchError(
+            f"{len(failed)} of {len(results)} prompts failed, the first is number {at}: {error}; "
+            "`results` of this error has every result",
+            results,
+        )
+
+
+def _error_of(result: RequestOutput) -> str | None:
+    if result.error is not None:
+        return result.error
+    return next((output.error for output in result.outputs if output.error is not None), None)

@@ -1,0 +1,76 @@
+"""What the fronts (offline, asynchronous, commands) use of an engine, and nothing more.
+
+`deepinfer_core.engine.engine.Engine` has it, and so do the scripted engines of tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from deepinfer_core.requests import Delta, Request, RequestOutput
+
+if TYPE_CHECKING:
+    from deepinfer_core.config import EngineConfig
+
+
+class TextCodec(Protocol):
+    """The part of a tokenizer that fronts use."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        ...
+
+
+class EngineSurface(Protocol):
+    """An engine as its fronts see it. Every call comes from one thread.
+
+    `tokenizer` and `chat` are pure conversions; a front may call them from another thread.
+    """
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was made from."""
+        ...
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        """The model's tokenizer."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        """Token ids of a conversation, ready to be answered."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or refuse it with a RequestError."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at the next step; False if it is not alive."""
+        ...
+
+    def step(self) -> Sequence[Delta]:
+        """Run one round and return what it added."""
+        ...
+
+    def take_result(self, request_id: str) -> RequestOutput | None:
+        """The complete result, once, after the last delta of a request came out."""
+        ...
+
+    def stats(self) -> Any:
+        """Counters of the engine."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; further calls raise EngineClosedError."""
+        ...

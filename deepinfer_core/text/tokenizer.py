@@ -52,6 +52,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._control = {token.content: token for token in added.values() if token.special}
         self._control_ids = {t.content: index for index, t in added.items() if t.special}
+        self._control_beginnings = frozenset(
+            word[:length] for word in self._control for length in range(1, len(word))
+        )
         self._control_pattern = _any_of(self._control)
         self.special_ids = frozenset(special_ids).union(self._control_ids.values())
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -151,11 +154,9 @@ class Tokenizer:
 
     def ends_like_control_token(self, text: str) -> bool:
         """Say whether more text could complete a control token at the end of this one."""
-        return any(
-            text.endswith(token[:length])
-            for token in self._control
-            for length in range(1, len(token))
-        )
+        longest = max(map(len, self._control_beginnings), default=0)
+        ends = (text[-length:] for length in range(1, min(longest, len(text)) + 1))
+        return any(end in self._control_beginnings for end in ends)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; incomplete characters become U+FFFD.

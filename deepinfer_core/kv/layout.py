@@ -6,6 +6,7 @@ block table and lifetime, and says how it comes back when a prefix is found in a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from attrs import field, frozen, validators
@@ -37,6 +38,14 @@ class ReplayRule(StrEnum):
     """Re-run ``replay_tokens`` tokens; approximate by design."""
 
 
+def _layers(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _rules(values: Iterable[ReplayRule]) -> tuple[ReplayRule, ...]:
+    return tuple(values)
+
+
 @frozen(kw_only=True)
 class CacheGroupSpec:
     """One cache group of a model.
@@ -60,8 +69,8 @@ class CacheGroupSpec:
 
     name: str
     kind: GroupKind = GroupKind.FULL
-    layers: tuple[int, ...] = field(converter=tuple)
-    writers: tuple[int, ...] = field(default=(), converter=tuple)
+    layers: tuple[int, ...] = field(converter=_layers)
+    writers: tuple[int, ...] = field(default=(), converter=_layers)
     num_kv_heads: int = field(validator=validators.ge(1))
     key_dim: int = field(validator=validators.ge(1))
     value_dim: int = field(validator=validators.ge(0))
@@ -70,7 +79,7 @@ class CacheGroupSpec:
     page_size: int = field(default=64, validator=validators.ge(1))
     window: int = field(default=0, validator=validators.ge(0))
     ratio: int = field(default=1, validator=validators.ge(1))
-    replay: tuple[ReplayRule, ...] = field(default=(ReplayRule.STORED,), converter=tuple)
+    replay: tuple[ReplayRule, ...] = field(default=(ReplayRule.STORED,), converter=_rules)
     trained_for_bounded: bool = False
 
     def __attrs_post_init__(self) -> None:

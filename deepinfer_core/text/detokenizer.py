@@ -8,7 +8,7 @@ their neighbours (a leading space is dropped at the start, bytes join to charact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no UTF-8, or not yet."""
@@ -41,8 +41,8 @@ class StreamDetokenizer:
         decode: Callable[[Sequence[int]], str],
         *,
         context_ids: Sequence[int] = (),
-        unstable_ids: Container[int] = (),
-        skip_ids: Container[int] = (),
+        unstable_ids: Collection[int] = (),
+        skip_ids: Collection[int] = (),
     ) -> None:
         self._decode = decode
         self._unstable_ids = unstable_ids
@@ -61,10 +61,14 @@ class StreamDetokenizer:
         new = [token for token in token_ids if token not in self._skip_ids]
         if not new:
             return ""
+        closed = not self._window or self._window[-1] not in self._unstable_ids
         self._window += new
         if self._unstable_ids and all(token in self._unstable_ids for token in new):
             return ""  # all of it is held back, and long runs would be decoded again and again
-        self._text = self._decode(list(self._window))
+        before, self._text = self._text, self._decode(list(self._window))
+        if closed and before == self._text and self._sent == len(before) > 0:
+            del self._window[-len(new) :]  # they say nothing; a long row of them must not grow
+            return ""
         piece = self._emit(self._hold())
         if len(self._window) >= self._trim_at:
             self._trim()

@@ -1,7 +1,10 @@
-"""All distributions of the repository agree on versions, pins and names."""
+"""All distributions of the repository agree on versions, pins, names and dependencies."""
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("accel_", "spec_", "cache_", "attn_", "sched_")
+# Used where they are installed, and by the extra [testing].
+OPTIONAL = {"huggingface_hub", "hypothesis", "matplotlib", "pytest"}
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 each_plugin = pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
 
@@ -23,6 +28,24 @@ def stem_of(folder: Path) -> str:
         if folder.name.startswith(kind):
             return folder.name.removeprefix(kind)
     return folder.name
+
+
+def third_party_imports(package: Path) -> dict[str, set[str]]:
+    """Return the top-level names a package imports from others, and the files that do."""
+    found: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        if "templates" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                found.setdefault(name.partition(".")[0], set()).add(path.name)
+    ours = {package.name, *sys.stdlib_module_names}
+    return {name: files for name, files in found.items() if name not in ours}
 
 
 def hook_config() -> dict[str, Any]:
@@ -56,6 +79,15 @@ def test_torch_pin_comes_before_everything_else() -> None:
     lines = (ROOT / "requirements-dev.txt").read_text().splitlines()
     requirements = [line for line in lines if line and not line.startswith("#")]
     assert requirements[0].startswith("torch==")
+
+
+def test_core_declares_what_it_imports_and_imports_what_it_declares() -> None:
+    lines = read(ROOT)["project"]["dependencies"]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+    imported = third_party_imports(ROOT / "deepinfer_core")
+    missing = {name: where for name, where in imported.items() if name not in declared | OPTIONAL}
+    assert missing == {}
+    assert declared - set(imported) == set()
 
 
 @each_plugin

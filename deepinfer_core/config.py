@@ -1,0 +1,379 @@
+"""What an engine is configured with: frozen values, from Python or from a file.
+
+``config_file`` reads files, ``resolve`` gives the options of components their types. Nothing is
+configured by environment variables except the accelerator, see ``apply_environ``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+from attrs import field, frozen
+
+from deepinfer_core.components import NoConfig, Slot
+from deepinfer_core.errors import ConfigError
+
+AUTO = "auto"
+NONE = "none"
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
+ACCELERATOR_VARIABLE = "DEEPINFER_ACCELERATOR"
+ACCELERATOR_VALUES = {"sm100": "sm100", "nvidia": "sm100", "ascend": "ascend", "cpu": "cpu"}
+
+
+@frozen(kw_only=True, eq=False)
+class Choice:
+    """Which component fills a slot, and its options.
+
+    Attributes:
+        use: the component's name; ``"auto"`` for the best that fits; ``""`` where the type of
+            ``options`` says which.
+        options: an object of the component's config class, or the raw table of a file.
+    """
+
+    use: str = AUTO
+    options: Any = field(factory=dict)
+
+    @classmethod
+    def __structure__(cls, value: Any) -> Choice:
+        """Read a table of a file: ``use``, the rest are options."""
+        from deepinfer_core.structure import structure
+
+        table = structure(value, Mapping[str, Any])
+        use = structure({"use": table.pop("use", AUTO)}, _Use).use
+        return cls(use=use, options=table)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the choice is left to composition."""
+        return self.use == AUTO
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Choice):
+            return NotImplemented
+        same_use = self.use == other.use or "" in (self.use, other.use)
+        return same_use and bool(self.options == other.options)
+
+    def __hash__(self) -> int:
+        return hash(type(self.options).__name__)
+
+
+@frozen(kw_only=True)
+class Choices:
+    """Which components serve a slot side by side, and their options.
+
+    Attributes:
+        auto: True leaves the choice to composition; ``picks`` then only carry options.
+        picks: the components named, in order.
+    """
+
+    auto: bool = True
+    picks: tuple[Choice, ...] = ()
+
+    @classmethod
+    def __structure__(cls, value: Any) -> Choices:
+        """Read a table of a file: ``use`` is "auto" or names; sub-tables are their options."""
+        from deepinfer_core.structure import Misfit, Problem, structure
+
+        table = structure(value, Mapping[str, Any])
+        use = structure({"use": table.pop("use", AUTO)}, _UseMany).use
+        problems = [
+            Problem(key, f"options of a component belong into a table of its name, not {key!r}")
+            for key, options in table.items()
+            if not isinstance(options, Mapping)
+        ]
+        names: tuple[str, ...] = (use,) if isinstance(use, str) else use
+        if use != AUTO:
+            problems += [
+                Problem(key, f"{key!r} has options but is not in use")
+                for key, options in table.items()
+                if key not in names and isinstance(options, Mapping)
+            ]
+        if problems:
+            raise Misfit(problems)
+        picked = tuple(table) if use == AUTO else names
+        picks = tuple(Choice(use=name, options=dict(table.get(name, {}))) for name in picked)
+        return cls(auto=use == AUTO, picks=picks)
+
+
+@frozen(kw_only=True)
+class _Use:
+    use: str
+
+
+@frozen(kw_only=True)
+class _UseMany:
+    use: str | tuple[str, ...]
+
+
+def to_choice(value: Any) -> Any:
+    """Accept a ``Choice``, a component's name, or an object of its config class."""
+    if isinstance(value, str):
+        return Choice(use=value)
+    if attrs.has(type(value)) and not isinstance(value, Choice):
+        return Choice(use="", options=value)
+    return value
+
+
+def to_choices(value: Any) -> Any:
+    """Accept ``Choices``, "auto", or any sequence of what ``to_choice`` accepts."""
+    if isinstance(value, Choices):
+        return value
+    if value == AUTO:
+        return Choices()
+    items = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
+    return Choices(auto=False, picks=tuple(to_choice(item) for item in items))
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"expected names in a sequence, got {value!r}")
+    return tuple(value)
+
+
+@frozen(kw_only=True)
+class PluginsConfig:
+    """The table ``[plugins]``.
+
+    Attributes:
+        disabled: names of installed plugins that are not loaded.
+        required: plugins that must be there, as requirements ("deepinfer-prefix>=0.1") or names.
+        load: importable modules that are plugins without being installed as such.
+    """
+
+    disabled: tuple[str, ...] = field(default=(), converter=_names)
+    required: tuple[str, ...] = field(default=(), converter=_names)
+    load: tuple[str, ...] = field(default=(), converter=_names)
+
+
+def _number(low: float, *, optional: bool = False, kind: type = int) -> Callable[..., None]:
+    """Make a validator: a number of the kind, at least ``low`` (above it, for floats)."""
+
+    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float if kind is float else int):
+            what = "an integer" if kind is int else "a number"
+            raise ConfigError(f"{attribute.name!r} must be {what}: {value!r}")
+        if kind is int and value < low:
+            raise ConfigError(f"{attribute.name!r} must be >= {low}: {value}")
+        if kind is float and not low < value < float("inf"):
+            raise ConfigError(f"{attribute.name!r} must be above {low} and finite: {value}")
+
+    return check
+
+
+@frozen(kw_only=True)
+class EngineOptions:
+    """The table ``[engine]``: limits of the core itself.
+
+    Attributes:
+        max_batch_tokens: token rows of one step, at most.
+        max_sequences: sequences that run at the same time, at most.
+        max_waiting: requests that may wait; further ones are refused.
+        page_size: tokens per page of the KV cache, a power of two.
+        kv_memory_bytes: memory for the KV cache, in bytes; unset = by ``memory_fraction``.
+        kv_pages: pages of the KV cache, instead of ``kv_memory_bytes``.
+        memory_fraction: share of the memory that is free once weights are loaded, for the KV cache.
+        batch_invariant: whether a row's numbers must not depend on what else is in its batch;
+            "auto" = where it is free, and always with a drafter or a prefix cache.
+        overlap: whether the host works on one step while the device runs the next.
+        step_retries: how often a failed step is repeated without the rows admitted in it before the
+            failure is bisected.
+        deadline_s: seconds after which a request that says nothing else ends; unset = never.
+        num_threads: host threads for computing, 0 = the device's choice.
+    """
+
+    max_batch_tokens: int = field(default=2048, validator=_number(1))
+    max_sequences: int = field(default=256, validator=_number(1))
+    max_waiting: int = field(default=4096, validator=_number(0))
+    page_size: int = field(default=16)
+    kv_memory_bytes: int | None = field(default=None, validator=_number(1, optional=True))
+    kv_pages: int | None = field(default=None, validator=_number(1, optional=True))
+    memory_fraction: float = field(default=0.5)
+    batch_invariant: bool | Literal["auto"] = field(default=AUTO)
+    overlap: bool | Literal["auto"] = field(default=AUTO)
+    step_retries: int = field(default=1, validator=_number(0))
+    deadline_s: float | None = field(default=None, validator=_number(0, optional=True, kind=float))
+    num_threads: int = field(default=0, validator=_number(0))
+
+    @page_size.validator
+    def _check_page_size(self, attribute: attrs.Attribute[int], value: int) -> None:
+        if not 1 <= value <= 4096 or value & (value - 1):
+            raise ConfigError(f"'page_size' must be a power of two from 1 to 4096: {value}")
+
+    @memory_fraction.validator
+    def _check_fraction(self, attribute: attrs.Attribute[float], value: float) -> None:
+        if not 0 < value <= 0.95:
+            raise ConfigError(f"'memory_fraction' must be above 0 and at most 0.95: {value}")
+
+    @batch_invariant.validator
+    @overlap.validator
+    def _check_switch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, bool) and value != AUTO:
+            raise ConfigError(f"{attribute.name!r} must be true, false or 'auto': {value!r}")
+
+    def __attrs_post_init__(self) -> None:
+        if self.kv_memory_bytes is not None and self.kv_pages is not None:
+            raise ConfigError("'kv_memory_bytes' and 'kv_pages' both size the KV cache; set one")
+
+
+@frozen(kw_only=True)
+class EngineConfig:
+    """Everything an engine is made from.
+
+    A slot takes a component's name, an object of its config class (whose type names it), a
+    ``Choice`` with both, or "auto". ``kernels``, ``parser`` and ``observer`` take several.
+
+    Attributes:
+        model: path of a checkpoint, a registered name, or a hub id.
+        seed: of everything random that a request does not seed itself, 0 or more.
+        dtype: computation dtype, "auto" = what the accelerator does best with this checkpoint.
+        max_model_len: longest sequence in tokens; unset = what the model was made for.
+        plugins: which plugins take part.
+        engine: limits of the core.
+        model_component: slot ``model``; "auto" picks by architecture.
+    """
+
+    model: str = field(default=DEFAULT_MODEL)
+    seed: int = field(default=0, validator=_number(0))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default=AUTO)
+    max_model_len: int | None = field(default=None, validator=_number(1, optional=True))
+    plugins: PluginsConfig = field(factory=PluginsConfig)
+    engine: EngineOptions = field(factory=EngineOptions)
+    model_component: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.MODEL}
+    )
+    checkpoint: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.CHECKPOINT}
+    )
+    accelerator: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.ACCELERATOR}
+    )
+    kernels: Choices = field(factory=Choices, converter=to_choices, metadata={"slot": Slot.KERNELS})
+    attention: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.ATTENTION}
+    )
+    kv_store: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.KV_STORE})
+    eviction: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.EVICTION})
+    cache: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.CACHE})
+    scheduler: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.SCHEDULER}
+    )
+    drafter: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.DRAFTER})
+    budget: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.BUDGET})
+    constraint: Choice = field(
+        factory=Choice, converter=to_choice, metadata={"slot": Slot.CONSTRAINT}
+    )
+    parser: Choices = field(factory=Choices, converter=to_choices, metadata={"slot": Slot.PARSER})
+    recipe: Choice = field(factory=Choice, converter=to_choice, metadata={"slot": Slot.RECIPE})
+    observer: Choices = field(
+        factory=Choices, converter=to_choices, metadata={"slot": Slot.OBSERVER}
+    )
+
+    @model.validator
+    def _check_model(self, attribute: attrs.Attribute[str], value: Any) -> None:
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"'model' must be a path, a registered name or a hub id: {value!r}")
+
+    @dtype.validator
+    def _check_dtype(self, attribute: attrs.Attribute[str], value: Any) -> None:
+        if value not in DTYPES:
+            raise ConfigError(f"'dtype' must be one of {', '.join(DTYPES)}: {value!r}")
+
+    def picks(self, slot: Slot) -> tuple[Choice, ...]:
+        """Return what is said of a slot: one choice, or all those of a slot that takes several."""
+        value = getattr(self, SLOT_FIELDS[slot])
+        return value.picks if isinstance(value, Choices) else (value,)
+
+    def with_picks(self, slot: Slot, picks: Sequence[Choice]) -> EngineConfig:
+        """Return a configuration with other choices for a slot."""
+        name = SLOT_FIELDS[slot]
+        value = getattr(self, name)
+        many = isinstance(value, Choices)
+        changed: Any = attrs.evolve(value, picks=tuple(picks)) if many else picks[0]
+        changes: dict[str, Any] = {name: changed}
+        return attrs.evolve(self, **changes)
+
+
+SLOT_FIELDS: Mapping[Slot, str] = {
+    item.metadata["slot"]: item.name
+    for item in attrs.fields(EngineConfig)
+    if "slot" in item.metadata
+}
+"""Slot -> field of ``EngineConfig`` (commands are not chosen, so they have none)."""
+
+
+def apply_environ(
+    config: EngineConfig, environ: Mapping[str, str], *, overridden: bool = False
+) -> EngineConfig:
+    """Honour ``DEEPINFER_ACCELERATOR``.
+
+    Args:
+        config: a configuration whose accelerator may be "auto".
+        environ: the process's environment, passed in by the caller.
+        overridden: the command line named an accelerator, which goes before the variable.
+
+    Raises:
+        ConfigError: the value is unknown, or the configuration names another accelerator.
+    """
+    value = environ.get(ACCELERATOR_VARIABLE, "").strip()
+    if not value:
+        return config
+    if value.lower() not in ACCELERATOR_VALUES:
+        known = ", ".join(ACCELERATOR_VALUES)
+        raise ConfigError(f"{ACCELERATOR_VARIABLE}={value!r} is unknown; valid values: {known}")
+    if overridden:
+        return config
+    named, wanted = config.accelerator, ACCELERATOR_VALUES[value.lower()]
+    if named.is_auto:
+        return attrs.evolve(config, accelerator=Choice(use=wanted, options=named.options))
+    if named.use and named.use != wanted:
+        raise ConfigError(
+            f"{ACCELERATOR_VARIABLE}={value} asks for {wanted!r}, but the configuration names "
+            f"accelerator {named.use!r}; unset the variable, or set accelerator.use to 'auto'"
+        )
+    return config
+
+
+def to_toml(config: EngineConfig) -> str:
+    """Return a configuration as a file that reads back equal.
+
+    Raises:
+        ConfigError: a component is named by its config class only; ``resolve`` it first.
+    """
+    from deepinfer_core.structure import unstructure
+    from deepinfer_core.toml_text import dumps
+
+    table: dict[str, Any] = {}
+    for item in attrs.fields(EngineConfig):
+        value = getattr(config, item.name)
+        if isinstance(value, Choice):
+            table[item.name] = {"use": _use(item.name, value), **_options(value)}
+        elif isinstance(value, Choices):
+            uses = [_use(item.name, pick) for pick in value.picks]
+            named = {pick.use: _options(pick) for pick in value.picks}
+            table[item.name] = {
+                "use": AUTO if value.auto else uses,
+                **{name: options for name, options in named.items() if options},
+            }
+        elif value is not None:
+            table[item.name] = unstructure(value)
+    return dumps(table)
+
+
+def _use(name: str, choice: Choice) -> str:
+    if not choice.use:
+        raise ConfigError(
+            f"{name} is named by its class {type(choice.options).__name__} only; "
+            "call resolve(config, host) before to_toml"
+        )
+    return choice.use
+
+
+def _options(choice: Choice) -> dict[str, Any]:
+    from deepinfer_core.structure import unstructure
+
+    return {} if isinstance(choice.options, NoConfig) else dict(unstructure(choice.options))

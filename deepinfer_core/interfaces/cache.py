@@ -133,7 +133,11 @@ class Cache(Protocol):
         ...
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Copies to make before the next step; each is handed out once."""
+        """Copies to make before the next step; each is handed out once.
+
+        They may be made in any order or all at once: no page is copied to twice, and none is both
+        copied from and copied to.
+        """
         ...
 
     def usage(self) -> tuple[CacheUsage, ...]:

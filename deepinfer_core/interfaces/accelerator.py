@@ -20,9 +20,12 @@ class AcceleratorContext:
 
     Attributes:
         num_threads: host threads for computing, 0 = the device's choice.
+        overlap: whether launched work should run while the host goes on; without it, ``launch`` may
+            do the work at once.
     """
 
     num_threads: int = 0
+    overlap: bool = False
 
 
 @frozen(kw_only=True)

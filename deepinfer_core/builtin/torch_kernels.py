@@ -1,0 +1,225 @@
+"""Kernel set "torch": the core's ops in plain torch, with oneDNN's prepacked products on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from deepinfer_core.components import Priority, Verified
+from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
+from deepinfer_core.ops.reference import OPS, MoeExperts
+
+_PACK_ROWS = 64
+"""Row count oneDNN is told when it chooses a weight layout; measured best from 1 to 512 rows."""
+
+
+class PackedLinear:
+    """``Linear`` through oneDNN with weights reordered once."""
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Reorder; the original may be freed."""
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACK_ROWS)
+        return packed, None if bias is None else bias.to(weight.dtype).contiguous()
+
+    def run(self, x: Tensor, handle: Any) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        weight, bias = handle
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+
+
+class PaddedLinear:
+    """``Linear`` through ``F.linear`` with rows padded so that each row is computed alike.
+
+    Plain BLAS picks other kernels for one row, or for counts that are no multiple of four, and those
+    add in another order.
+    """
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Keep the weight as it is."""
+        return weight.contiguous(), bias
+
+    def run(self, x: Tensor, handle: Any) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        weight, bias = handle
+        rows = x.shape[0]
+        padding = max(4, -(-rows // 4) * 4) - rows
+        if not padding:
+            return functional.linear(x, weight, bias)
+        return functional.linear(functional.pad(x, (0, 0, 0, padding)), weight, bias)[:rows]
+
+
+class FastRmsNorm:
+    """``RmsNorm`` in as few calls as torch allows."""
+
+    def run(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See the reference."""
+        if x.dtype != torch.float32:
+            wide = x.float()
+            return (wide * _inverse_rms(wide, eps)).to(x.dtype) * weight
+        return (x * _inverse_rms(x, eps)).mul_(weight)
+
+
+class FastAddRmsNorm:
+    """``AddRmsNorm``, adding in place."""
+
+    def run(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See the reference; ``x`` is overwritten with the sum."""
+        x.add_(delta)
+        return x, FastRmsNorm().run(x, weight, eps)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+class FastRope:
+    """``Rope`` without widening where the input is float32 already."""
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+        """See the reference."""
+        half = cos.shape[-1]
+        if interleaved or x.dtype != torch.float32 or x.shape[-1] != 2 * half:
+            out: Tensor = OPS["rope"]().run(x, cos, sin, interleaved=interleaved)
+            return out
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        first, second = x[..., :half], x[..., half:]
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.mul(first, cos, out=result[..., :half]).sub_(second * sin)
+        torch.mul(second, cos, out=result[..., half:]).add_(first * sin)
+        return result
+
+
+class FastSiluMul:
+    """``SiluMul`` with the product in place."""
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """See the reference."""
+        half = gate_up.shape[-1] // 2
+        return functional.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+
+
+class PreparedExperts:
+    """``MoeExperts`` over a linear op, each expert's weights packed once."""
+
+    def __init__(self, linear: Any) -> None:
+        self._linear = linear
+
+    def prepare(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Any:
+        """Pack every expert."""
+        return [self._linear.prepare(w) for w in gate_up], [self._linear.prepare(w) for w in down]
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Any) -> Tensor:
+        """See the reference: same order of addition."""
+        out = torch.zeros_like(x, dtype=torch.float32)
+        silu_mul = FastSiluMul()
+        for expert in torch.unique(ids).tolist():
+            rows, places = torch.nonzero(ids == expert, as_tuple=True)
+            hidden = silu_mul.run(self._linear.run(x[rows], handle[0][expert]))
+            y = self._linear.run(hidden, handle[1][expert])
+            out[rows] += y * weights[rows, places].unsqueeze(-1).float()
+        return out.to(x.dtype)
+
+
+def _packing_objection(facts: OpFacts) -> str | None:
+    if facts.device_type != "cpu":
+        return f"oneDNN products run on cpu, not {facts.device_type}"
+    if facts.weight_format != "dense":
+        return f"dense weights only, not {facts.weight_format}"
+    if facts.dtype not in ("float32", "bfloat16"):
+        return f"float32 or bfloat16 only, not {facts.dtype}"
+    try:
+        return _probe_packing(getattr(torch, facts.dtype), facts.batch_invariant)
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        return f"this torch cannot pack {facts.dtype} weights: {str(error).splitlines()[0]}"
+
+
+def _probe_packing(dtype: torch.dtype, batch_invariant: bool) -> str | None:
+    """Try it: right numbers, and rows that do not depend on how many there are."""
+    linear = PackedLinear()
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 80, generator=generator).to(dtype)
+    x = torch.randn(37, 80, generator=generator).to(dtype)
+    handle = linear.prepare(weight)
+    full = linear.run(x, handle)
+    if not torch.allclose(full, functional.linear(x, weight), rtol=2e-2, atol=2e-1):
+        return "its products are wrong on this machine"
+    differing = [
+        rows for rows in range(1, 37) if not torch.equal(linear.run(x[:rows], handle), full[:rows])
+    ]
+    if batch_invariant and differing:
+        return f"rows differ with the batch ({differing[:4]} rows) on this machine"
+    return None
+
+
+def _dense_objection(facts: OpFacts) -> str | None:
+    return None if facts.weight_format == "dense" else f"dense weights only, not {facts.weight_format}"
+
+
+class TorchKernels:
+    """The set."""
+
+    def providers(self) -> Sequence[OpProvider]:
+        """Fast forms first, references behind."""
+        return (*_fast_providers(), *_reference_providers())
+
+
+def _fast_providers() -> list[OpProvider]:
+    def packed(facts: OpFacts) -> PackedLinear:
+        return PackedLinear()
+
+    def experts(facts: OpFacts) -> PreparedExperts:
+        return PreparedExperts(PaddedLinear() if _packing_objection(facts) else PackedLinear())
+
+    simple: dict[str, Callable[[], Any]] = {
+        "rms_norm": FastRmsNorm,
+        "add_rms_norm": FastAddRmsNorm,
+        "rope": FastRope,
+        "silu_mul": FastSiluMul,
+    }
+    return [
+        OpProvider(
+            op="linear", name="onednn_packed", build=packed, why_not=_packing_objection,
+            priority=Priority.PORTABLE, batch_invariant=True,
+        ),
+        OpProvider(
+            op="linear", name="padded", build=lambda facts: PaddedLinear(), why_not=_dense_objection,
+            priority=Priority.REFERENCE + 1, batch_invariant=True,
+        ),
+        OpProvider(
+            op="moe_experts", name="prepared", build=experts, why_not=_dense_objection,
+            batch_invariant=True,
+        ),
+        *(
+            OpProvider(op=op, name="torch", build=_builder(make), batch_invariant=True)
+            for op, make in simple.items()
+        ),
+    ]  # fmt: skip
+
+
+def _reference_providers() -> list[OpProvider]:
+    return [
+        OpProvider(
+            op=op,
+            name="reference",
+            build=_builder(make),
+            priority=Priority.REFERENCE,
+            verified=Verified.REFERENCE,
+            # Products of plain BLAS depend on the number of rows; everything else works row by row.
+            batch_invariant=make is not OPS["linear"] and make is not MoeExperts,
+        )
+        for op, make in OPS.items()
+    ]
+
+
+def _builder(make: Callable[[], Any]) -> Callable[[OpFacts], Any]:
+    return lambda facts: make()
+
+
+def build(config: Any, context: KernelsContext) -> TorchKernels:
+    """Make the set."""
+    return TorchKernels()

@@ -1,0 +1,102 @@
+"""Bind one provider to every op, once, with the reasons against the others kept for ``plan --ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from deepinfer_core.errors import CompositionError
+from deepinfer_core.interfaces.kernels import OpFacts, OpProvider
+
+OP_NAMES = (
+    "linear",
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "rope",
+    "silu_mul",
+    "moe_gate",
+    "moe_experts",
+)
+"""Ops of the core, the keys of ``reference.OPS``; known here without importing torch."""
+
+
+@frozen(kw_only=True)
+class OpChoice:
+    """What serves one op.
+
+    Attributes:
+        op: the op.
+        provider: the winner.
+        source: which kernel set offers it.
+        refused: (set/provider, reason) of every other provider.
+    """
+
+    op: str
+    provider: OpProvider
+    source: str
+    refused: tuple[tuple[str, str], ...]
+
+
+def choose(
+    sets: Iterable[tuple[str, Sequence[OpProvider]]], facts: OpFacts, ops: Sequence[str] = OP_NAMES
+) -> tuple[OpChoice, ...]:
+    """Pick a provider for each op: highest priority without an objection, then by name.
+
+    Args:
+        sets: (name of the kernel set, its providers).
+        facts: what providers may judge by; with ``batch_invariant`` set, providers whose rows depend
+            on each other are refused.
+        ops: ops that must be served.
+
+    Raises:
+        CompositionError: an op nobody can serve, with every reason.
+    """
+    offers = sorted(
+        ((source, provider) for source, providers in sets for provider in providers),
+        key=lambda offer: (-offer[1].priority, offer[0], offer[1].name),
+    )
+    choices, problems = [], []
+    for op in ops:
+        winner: tuple[str, OpProvider] | None = None
+        refused = []
+        for source, provider in offers:
+            if provider.op != op:
+                continue
+            reason = _objection(provider, facts)
+            if reason is None and winner is None:
+                winner = source, provider
+            else:
+                refused.append((f"{source}/{provider.name}", reason or "lower priority"))
+        if winner is None:
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "no kernel set has it"
+            problems.append(f"{op}: {reasons}")
+        else:
+            choices.append(
+                OpChoice(op=op, provider=winner[1], source=winner[0], refused=tuple(refused))
+            )
+    if problems:
+        raise CompositionError("ops without a provider", problems)
+    return tuple(choices)
+
+
+def _objection(provider: OpProvider, facts: OpFacts) -> str | None:
+    if facts.batch_invariant and not provider.batch_invariant:
+        return "its rows depend on the batch, and batch_invariant is set"
+    return provider.why_not(facts)
+
+
+class OpTable:
+    """The bound ops, as attributes: ``ops.linear``, ``ops.rms_norm``, ..."""
+
+    def __init__(self, choices: Sequence[OpChoice], facts: OpFacts) -> None:
+        self.choices = tuple(choices)
+        self._bound = {choice.op: choice.provider.build(facts) for choice in choices}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_bound"][name]
+        except KeyError:
+            raise AttributeError(f"no op named {name!r} is bound") from None

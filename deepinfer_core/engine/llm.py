@@ -13,6 +13,7 @@ import attrs
 from deepinfer_core.engine.progress import ProgressBar
 from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
 from deepinfer_core.engine.pump import Pump
+from deepinfer_core.engine.settings import configuration
 from deepinfer_core.engine.surface import EngineSurface, TextCodec
 from deepinfer_core.engine.token_stream import TokenStream
 from deepinfer_core.errors import EngineClosedError, RequestError
@@ -79,7 +80,7 @@ class LLM:
     ) -> None:
         if model is not None:
             overrides["model"] = str(model)
-        settled = _configuration(config, overrides)
+        settled = configuration(config, overrides)
         from deepinfer_core.engine.engine import Engine
 
         self._adopt(Engine.from_config(settled, plugins=plugins))
@@ -339,27 +340,6 @@ class LLM:
                 f"not {len(params)}"
             )
         return params
-
-
-def _configuration(
-    config: EngineConfig | str | Path | None, overrides: Mapping[str, Any]
-) -> EngineConfig:
-    from deepinfer_core.config import EngineConfig
-    from deepinfer_core.errors import ConfigError
-
-    if isinstance(config, str | Path):
-        from deepinfer_core import load_config
-
-        base: EngineConfig = load_config(config)
-    else:
-        base = config if config is not None else EngineConfig()
-    known = {item.name for item in attrs.fields(EngineConfig)}
-    unknown = sorted(set(overrides) - known)
-    if unknown:
-        raise ConfigError(
-            "invalid arguments of LLM", [f"unknown field {name!r}" for name in unknown]
-        )
-    return attrs.evolve(base, **overrides)
 
 
 def _raise_for_errors(results: Sequence[RequestOutput]) -> None:

@@ -96,17 +96,19 @@ class Pump:
                 self._engine.abort(request_id)
 
     def _deliver(self, deltas: Iterable[Delta]) -> list[str]:
-        complete: list[str] = []
+        finished: dict[str, None] = {}
         for delta in deltas:
             listener = self._listeners.get(delta.request_id)
             if listener is not None:
                 listener(delta)
-            if not delta.finished:
-                continue
-            # With several outputs only the last one to finish completes the request.
-            result = self._engine.take_result(delta.request_id)
-            if result is not None and delta.request_id in self._listeners:
-                del self._listeners[delta.request_id]
-                self._results[delta.request_id] = result
-                complete.append(delta.request_id)
+            if delta.finished:
+                finished[delta.request_id] = None
+        complete: list[str] = []
+        # Only now: the outputs of one request may end in the same step.
+        for request_id in finished:
+            result = self._engine.take_result(request_id)
+            if result is not None and request_id in self._listeners:
+                del self._listeners[request_id]
+                self._results[request_id] = result
+                complete.append(request_id)
         return complete

@@ -184,6 +184,11 @@ def test_a_stream_in_a_with_block_is_closed() -> None:
     assert not engine.has_work
 
 
+def test_a_stream_has_the_deltas_of_every_output() -> None:
+    stream = LLM.over(ScriptedEngine()).stream("ab", SamplingParams(n=2))
+    assert sorted(delta.index for delta in stream if delta.finished) == [0, 1]
+
+
 def test_a_refused_stream_raises_at_once() -> None:
     with pytest.raises(RequestError, match="empty"):
         LLM.over(ScriptedEngine()).stream("")
@@ -273,10 +278,10 @@ def test_unknown_overrides_are_named() -> None:
 
 
 def test_settings_are_values_of_the_configuration() -> None:
-    from deepinfer_core.engine.llm import _configuration
+    from deepinfer_core.engine.settings import configuration
 
     base = EngineConfig(seed=3)
-    assert _configuration(base, {"model": "m"}) == attrs.evolve(base, model="m")
+    assert configuration(base, {"model": "m"}) == attrs.evolve(base, model="m")
 
 
 def test_progress_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,43 @@
+"""What fronts are given (nothing, a path, a configuration, single fields) as one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from deepinfer_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepinfer_core.config import EngineConfig
+
+
+def configuration(
+    config: EngineConfig | str | Path | None, overrides: Mapping[str, Any]
+) -> EngineConfig:
+    """Return a configuration with some fields replaced.
+
+    Args:
+        config: a configuration, the path of one, or None for the defaults.
+        overrides: fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: the file cannot be read, or there is no such field.
+    """
+    from deepinfer_core.config import EngineConfig
+
+    if isinstance(config, str | Path):
+        from deepinfer_core import load_config
+
+        base: EngineConfig = load_config(config)
+    else:
+        base = config if config is not None else EngineConfig()
+    known = {item.name for item in attrs.fields(EngineConfig)}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise ConfigError(
+            "invalid arguments of LLM", [f"unknown field {name!r}" for name in unknown]
+        )
+    return attrs.evolve(base, **overrides)

@@ -84,6 +84,7 @@ def test_a_torch_that_is_there_stays(checkout: Path) -> None:
     dev(checkout, "setup")
     assert installs(checkout)
     assert not [line for line in installs(checkout) if "torch" in line]
+    assert "torch" not in (checkout / ".venv" / "requirements.txt").read_text()
     assert (checkout / ".venv" / "constraints.txt").read_text() == "torch==2.13.0\n"
 
 

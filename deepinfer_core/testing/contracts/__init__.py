@@ -1,4 +1,4 @@
-"""One contract class per slot, each in a module of its own that is imported when it is asked for."""
+"""One contract class per slot, each in a module of its own that is imported when asked for."""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
 """What all contracts share: how the component under test is found and built, and a tiny runner.
 
-A contract is a plain class; every law is one method named ``test_...`` whose docstring is the law. It
-runs under pytest as it is, and through ``check`` without it.
+A contract is a plain class; every law is one method named ``test_...`` whose docstring is the law.
+It runs under pytest as it is, and through ``check`` without it.
 """
 
 from __future__ import annotations
 
 import unittest
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from deepinfer_core.components import Component, Slot
 from deepinfer_core.errors import ConformanceError
+
+if TYPE_CHECKING:
+    from deepinfer_core.components import Component, Slot
 
 Factory = Callable[[Any], Any]
 """Builds a component from the context of its slot."""
@@ -26,8 +28,8 @@ class Contract:
         config: its options; None takes the defaults of its config class.
         plugins: plugin modules or objects to search besides the installed ones.
         features: optional features that this contract can check.
-        offers: features to check; None takes what the named component offers, or all ``features`` when
-            ``make`` is overridden.
+        offers: features to check; None takes what the named component offers, or all ``features``
+            when ``make`` is overridden.
     """
 
     slot: ClassVar[Slot]
@@ -89,18 +91,11 @@ def find_component(slot: Slot, name: str, plugins: Iterable[Any] = ()) -> Compon
         plugins: plugin modules or objects to load besides the installed ones.
 
     Raises:
-        ConformanceError: there is none; lists those that exist and the plugins that are broken.
+        DeepInferError: nobody offers it, or its plugin is broken; says which.
     """
     from deepinfer_core.plugins import PluginHost
 
-    host = PluginHost(plugins=tuple(plugins))
-    offers = {component.name: component for component in host.components(slot)}
-    if name in offers:
-        return offers[name]
-    raise ConformanceError(
-        f"no {slot.value} is called {name!r}",
-        [f"known: {', '.join(sorted(offers)) or 'none'}", *(str(bad) for bad in host.broken)],
-    )
+    return PluginHost(plugins).find(slot, name)
 
 
 def laws(contract: type[Contract]) -> tuple[str, ...]:

@@ -40,12 +40,10 @@ class KvStoreContract(Contract):
 
     slot = Slot.KV_STORE
 
-    def store(
-        self, clock: Callable[[], float] | None = None, namespace: str = NAMESPACE
-    ) -> KvStore:
+    def store(self, clock: _Clock | None = None, namespace: str = NAMESPACE) -> KvStore:
         """Return a new store."""
-        clock = _Clock() if clock is None else clock
-        built: KvStore = self.make(KvStoreContext(namespace=namespace, clock=clock))
+        context = KvStoreContext(namespace=namespace, clock=clock or _Clock())
+        built: KvStore = self.make(context)
         return built
 
     def test_a_page_comes_back_as_it_was_put(self) -> None:

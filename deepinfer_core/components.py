@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum, StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -77,6 +77,11 @@ class NoConfig:
     """The options of a component that has none."""
 
 
+def _names(values: Iterable[str]) -> frozenset[str]:
+    """Typed converter: type checkers cannot see through a bare ``frozenset``."""
+    return frozenset(values)
+
+
 def _always_available() -> str | None:
     return None
 
@@ -112,13 +117,13 @@ class Component(Generic[T]):
     name: str = field(validator=validators.matches_re(r"[a-z0-9][a-z0-9_.+-]*"))
     build: Callable[[Any, Any], T]
     config_type: type[Any] = NoConfig
-    needs: frozenset[str] = field(default=frozenset(), converter=frozenset)
-    offers: frozenset[str] = field(default=frozenset(), converter=frozenset)
+    needs: frozenset[str] = field(default=frozenset(), converter=_names)
+    offers: frozenset[str] = field(default=frozenset(), converter=_names)
     priority: int = Priority.PORTABLE
     auto: bool = True
     available: Callable[[], str | None] = _always_available
     fits: Callable[[Facts], str | None] = _fits_everything
-    tags: frozenset[str] = field(default=frozenset(), converter=frozenset)
+    tags: frozenset[str] = field(default=frozenset(), converter=_names)
     verified: Verified = Verified.TESTED
     summary: str = ""
     plugin: str = ""

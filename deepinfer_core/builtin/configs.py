@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import field, frozen, validators
 
 _POSITIVE = validators.gt(0.0)
 _NOT_NEGATIVE = validators.ge(0)
+
+
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
 
 
 @frozen(kw_only=True)
@@ -47,7 +53,7 @@ class LogObserverConfig:
         level: "debug", "info" or "warning".
     """
 
-    events: tuple[str, ...] = field(default=(), converter=tuple)
+    events: tuple[str, ...] = field(default=(), converter=_strings)
     level: str = field(default="info", validator=validators.in_(("debug", "info", "warning")))
 
 
@@ -61,4 +67,15 @@ class JsonlObserverConfig:
     """
 
     path: str = field(default="deepinfer-events.jsonl", validator=validators.min_len(1))
-    events: tuple[str, ...] = field(default=(), converter=tuple)
+    events: tuple[str, ...] = field(default=(), converter=_strings)
+
+
+@frozen(kw_only=True)
+class CpuConfig:
+    """Options of accelerator ``cpu``.
+
+    Attributes:
+        threads: computing threads; 0 = one for each core this process may use.
+    """
+
+    threads: int = field(default=0, validator=_NOT_NEGATIVE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from attrs import field, frozen
@@ -21,6 +21,10 @@ class BudgetContext:
     step_ms: Callable[[int], float] | None = None
 
 
+def _numbers(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
 @frozen(kw_only=True)
 class BudgetRequest:
     """One sequence with drafts.
@@ -34,8 +38,8 @@ class BudgetRequest:
 
     sequence_id: int
     num_drafts: int
-    confidences: tuple[float, ...] = field(default=(), converter=tuple)
-    lagged: tuple[float, ...] = field(default=(), converter=tuple)
+    confidences: tuple[float, ...] = field(default=(), converter=_numbers)
+    lagged: tuple[float, ...] = field(default=(), converter=_numbers)
 
 
 class Budget(Protocol):

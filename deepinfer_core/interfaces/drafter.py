@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
@@ -53,6 +53,14 @@ class DraftRequest:
     params: Any = None
 
 
+def _ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _numbers(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
 @frozen(kw_only=True, eq=False)
 class Draft:
     """Proposals for one sequence.
@@ -65,8 +73,8 @@ class Draft:
             None for deterministic proposals (a point mass on the token). Needed by ``rejection``.
     """
 
-    token_ids: tuple[int, ...] = field(default=(), converter=tuple)
-    confidences: tuple[float, ...] = field(default=(), converter=tuple)
+    token_ids: tuple[int, ...] = field(default=(), converter=_ids)
+    confidences: tuple[float, ...] = field(default=(), converter=_numbers)
     distributions: torch.Tensor | None = None
 
 

@@ -1,0 +1,39 @@
+"""Drafter "none": proposes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_core.batch import Batch
+from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+
+if TYPE_CHECKING:
+    import torch
+
+
+def build(config: Any, context: DrafterContext) -> NoDrafter:
+    """Make the drafter."""
+    return NoDrafter()
+
+
+class NoDrafter:
+    """Leaves every step at one token a sequence; keeps nothing."""
+
+    taps: tuple[str, ...] = ()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
+        """Return an empty draft for each request."""
+        return [Draft() for _ in requests]
+
+    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+        """Take no note."""
+
+    def commit(self, sequence_id: int, num_tokens: int) -> None:
+        """Take no note."""
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Take no note."""
+
+    def release(self, sequence_id: int) -> None:
+        """Take no note."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from deepinfer_core.sampling.filters import Candidates
-from deepinfer_core.sampling.rng import MASK64, gumbel_at, gumbel_of, splitmix
+from deepinfer_core.sampling.rng import MASK64, gumbel_float, splitmix
 
-_SMALL = 2048  # up to here exact noise for every candidate costs less than choosing
 _MARGIN = 2.0  # rough noise is wrong by less than half of this
 
 
@@ -15,7 +14,8 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     """Return the argmax of ``x + noise``: a draw from the candidates' distribution.
 
     The same key gives the same noise for every distribution, so that a draft and its target,
-    drawn at one position, agree as often as their distributions do.
+    drawn at one position, agree as often as their distributions do. Rough noise finds the few
+    tokens that can win; exact noise decides between them.
 
     Args:
         candidates: at least one.
@@ -27,14 +27,16 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     ids, x = candidates.token_ids, candidates.x
     if ids.shape[0] == 1:
         return int(ids[0])
-    if ids.shape[0] <= _SMALL:
-        scores = x + gumbel_at(key, ids)
-        return int(ids[torch.argmax(scores)])
     bits = splitmix(key, ids)
     rough = _rough_gumbel(bits).add_(x)
     near = torch.nonzero(rough >= rough.amax() - _MARGIN).squeeze(-1)
-    scores = x[near] + gumbel_of(bits[near])
-    return int(ids[near[torch.argmax(scores)]])
+    if near.shape[0] == 1:
+        return int(ids[near])
+    exact = [
+        each + gumbel_float(each_bits)
+        for each, each_bits in zip(x[near].tolist(), bits[near].tolist(), strict=True)
+    ]
+    return int(ids[near[exact.index(max(exact))]])
 
 
 def _rough_gumbel(bits: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ class Candidates:
 
     Args:
         token_ids: [num_candidates], int64, ascending.
-        x: [num_candidates], float64: (logit - largest) / temperature, finite, at most 0.
+        x: [num_candidates], float64: (logit - largest) / temperature, at most 0. Without filters
+            banned tokens are among the candidates, with -inf: they are never drawn.
     """
 
     token_ids: torch.Tensor
@@ -75,14 +76,12 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
     """
     largest = float(logits.amax())
     if params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0:
-        ids = torch.nonzero(logits > -torch.inf).squeeze(-1)
-    else:
-        ids = torch.sort(_survivors(logits, largest, params)).values
+        ids = torch.arange(logits.shape[0], device=logits.device)
+        return Candidates(token_ids=ids, x=_scaled(logits, largest, params))
+    ids = torch.sort(_survivors(logits, largest, params)).values
     x = _scaled(logits[ids], largest, params)
-    finite = x > -torch.inf
-    if not bool(finite.all()):
-        ids, x = ids[finite], x[finite]
-    return Candidates(token_ids=ids, x=x)
+    allowed = x > -torch.inf
+    return Candidates(token_ids=ids[allowed], x=x[allowed])
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

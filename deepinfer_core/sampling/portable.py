@@ -102,5 +102,15 @@ def masses(x: torch.Tensor) -> torch.Tensor:
 
 
 def log_float(x: float) -> float:
-    """Return the natural logarithm of one positive number, as `log` does."""
-    return float(log(torch.tensor(x, dtype=torch.float64)))
+    """Return the natural logarithm of one positive normal number: the bits that `log` gives."""
+    mantissa, exponent = math.frexp(x)
+    if mantissa < _SQRT_HALF:
+        mantissa, exponent = mantissa * 2.0, exponent - 1
+    rest = mantissa - 1.0
+    s = rest / (rest + 2.0)
+    z = s * s
+    series = 1.0 / (2 * _LOG_TERMS + 1)
+    for term in range(_LOG_TERMS - 1, 0, -1):
+        series = series * z + 1.0 / (2 * term + 1)
+    correction = s * (rest - series * z * 2.0)
+    return exponent * _LN2_HIGH + (rest + (exponent * _LN2_LOW - correction))

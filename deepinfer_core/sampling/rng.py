@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from deepinfer_core.sampling.portable import log
+from deepinfer_core.sampling.portable import log, log_float
 
 MASK32 = 2**32 - 1
 MASK64 = 2**64 - 1
@@ -156,6 +156,11 @@ def unit(bits: torch.Tensor) -> torch.Tensor:
 def gumbel_of(bits: torch.Tensor) -> torch.Tensor:
     """Return standard Gumbel noise, float64 from about -3.6 to 36.8, from 64-bit integers."""
     return log(log(unit(bits)).neg_()).neg_()
+
+
+def gumbel_float(bits: int) -> float:
+    """Return the noise that `gumbel_of` gives for one 64-bit integer of either sign."""
+    return -log_float(-log_float((((bits & MASK64) >> 12) + 0.5) * 2.0**-52))
 
 
 def gumbel_at(key: int, token_ids: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from deepinfer_core.sampling.rng import (
     Purpose,
     gumbel,
     gumbel_at,
+    gumbel_float,
+    gumbel_of,
     output_seed,
     philox,
     splitmix,
@@ -129,6 +131,11 @@ def test_noise_golden_values() -> None:
     assert [value.hex() for value in found.tolist()] == GOLDEN_NOISE
 
 
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_noise_of_one_token_alone_is_the_same(bits: int) -> None:
+    assert gumbel_of(torch.tensor([bits])).item() == gumbel_float(bits)
+
+
 def test_extreme_bits_give_finite_noise() -> None:
     ends = unit(torch.tensor([0, -1, 2**63 - 1, -(2**63)]))
     assert (ends > 0).all()
@@ -164,6 +171,7 @@ def test_uniform_is_uniform() -> None:
 @given(st.floats(min_value=1e-300, max_value=1e300))
 def test_logarithm(x: float) -> None:
     assert math.isclose(log_float(x), math.log(x), rel_tol=5e-16)
+    assert log(torch.tensor([x], dtype=torch.float64)).item() == log_float(x)
 
 
 @given(st.floats(min_value=-1e6, max_value=0.0))

@@ -55,9 +55,12 @@ def installed_version(name: str) -> str | None:
 
 def check_requirements(requirements: Iterable[str]) -> None:
     """Refuse a distribution whose own dependencies are missing or of another version."""
+    texts = tuple(requirements)
+    if not texts:
+        return
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for text in requirements:
+    for text in texts:
         try:
             requirement = Requirement(text)
         except InvalidRequirement as error:

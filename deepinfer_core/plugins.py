@@ -107,7 +107,8 @@ class PluginHost:
     Args:
         plugins: modules or objects passed from Python.
         config: which installed plugins take part, and modules to load besides.
-        discover: whether to look at installed distributions; core's own plugin is always there.
+        discover: whether to look at installed distributions.
+        builtin: whether core's own plugin takes part; tests of the host alone leave it out.
         entry_points: instead of the installed ones (tests).
 
     A broken plugin is recorded, never raised; ``require`` raises for one that is needed.
@@ -119,13 +120,15 @@ class PluginHost:
         *,
         config: PluginsConfig | None = None,
         discover: bool = True,
+        builtin: bool = True,
         entry_points: Iterable[metadata.EntryPoint] | None = None,
     ) -> None:
         self.config = config or PluginsConfig()
         self._broken: list[tuple[Source, BrokenPlugin]] = []
         self._lost: dict[tuple[Slot, str], BrokenPlugin] = {}
         points = installed_points() if entry_points is None and discover else entry_points or ()
-        sources = [*from_entry_points(points), *map(from_module, self.config.load)]
+        installed = from_entry_points(points)
+        sources = [*(installed if builtin else installed[1:]), *map(from_module, self.config.load)]
         sources += [from_object(plugin) for plugin in plugins]
         admitted = self._admit(sources)
         self._admitted = self._expel_intruders(admitted)

@@ -13,14 +13,16 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Literal, Union, get_args
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 from typing import get_origin as _get_origin
 
 import attrs
-import cattrs
 from attrs import frozen
 
 from deepinfer_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import cattrs
 
 Problems = list["Problem"]
 
@@ -250,6 +252,8 @@ def _unsupported(value: Any, type_: Any) -> Any:
 
 @functools.cache
 def _converter() -> cattrs.Converter:
+    import cattrs  # slow to import; most starts read no configuration
+
     converter = cattrs.Converter(forbid_extra_keys=True)
     register = converter.register_structure_hook_func
     # The last one registered is asked first.

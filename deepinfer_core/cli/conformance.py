@@ -1,0 +1,136 @@
+"""``deepinfer conformance``: run the contract of installed components."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepinfer_core.cli.options import open_host
+from deepinfer_core.components import Component, Slot
+from deepinfer_core.errors import ConformanceError
+from deepinfer_core.plugin_check import normalized
+from deepinfer_core.plugins import PluginHost
+
+Targets = list[tuple[Slot, Component[Any]]]
+
+_TEMPLATE = """\
+from deepinfer_core.components import Slot
+from deepinfer_core.testing.contracts import CONTRACTS
+
+
+class {class_name}(CONTRACTS[Slot({slot!r})]):
+    component = {name!r}
+"""
+
+
+@click.command()
+@click.argument("target", required=False, metavar="[SLOT/NAME]")
+@click.option("--plugin", metavar="DIST", help="Every component of a distribution or plugin.")
+@click.option("--verbose", "-v", is_flag=True, help="Name every test.")
+@click.pass_context
+def conformance(
+    context: click.Context, target: str | None, plugin: str | None, verbose: bool
+) -> None:
+    """Check a component against the contract of its slot; a bare NAME where it is unique."""
+    if (target is None) == (plugin is None):
+        raise click.UsageError("give either SLOT/NAME or --plugin DIST")
+    host = open_host()
+    targets = by_plugin(host, plugin) if plugin else by_name(host, target or "")
+    reasons = {(slot, item.name): item.available() for slot, item in targets}
+    for (slot, name), reason in reasons.items():
+        if reason:
+            click.echo(f"not run: {slot}/{name} cannot run here: {reason}")
+    runnable = [(slot, item.name) for slot, item in targets if not reasons[slot, item.name]]
+    status = run_contracts(runnable, verbose=verbose) if runnable else 0
+    context.exit(status or int(len(runnable) < len(targets)))
+
+
+def by_name(host: PluginHost, target: str) -> Targets:
+    """Return the one component that ``SLOT/NAME`` or a unique ``NAME`` means.
+
+    Raises:
+        ConformanceError: there is no such slot, or a bare name is not unique.
+        DeepInferError: as ``PluginHost.find``.
+    """
+    slot_name, slash, name = target.rpartition("/")
+    if slash:
+        if slot_name not in list(Slot):
+            raise ConformanceError(
+                f"no slot is called {slot_name!r}", [f"slots: {', '.join(Slot)}"]
+            )
+        return [(Slot(slot_name), host.find(Slot(slot_name), name))]
+    found = [(slot, item) for slot in Slot for item in host.components(slot) if item.name == name]
+    if len(found) == 1:
+        return found
+    places = [f"{slot}/{item.name}" for slot, item in found]
+    if places:
+        raise ConformanceError(f"{name!r} is in several slots; name one", places)
+    known = [f"{slot}/{item.name}" for slot in Slot for item in host.components(slot)]
+    broken = [str(item) for item in host.broken]
+    raise ConformanceError(f"no component is called {name!r}", [*known, *broken])
+
+
+def by_plugin(host: PluginHost, name: str) -> Targets:
+    """Return every component of a distribution, or of a plugin by its own name.
+
+    Raises:
+        ConformanceError: there is no such plugin, it is broken, or it offers nothing.
+    """
+    wanted = normalized(name)
+    for broken in host.broken:
+        if wanted in (normalized(broken.distribution), normalized(broken.name)):
+            raise ConformanceError(str(broken))
+    plugins = [
+        item
+        for item in host.plugins
+        if wanted in (normalized(item.distribution), normalized(item.name))
+    ]
+    if not plugins:
+        known = [f"{item.name} ({item.label})" for item in host.plugins]
+        raise ConformanceError(f"no plugin is called {name!r}", known)
+    offers = [offer for item in plugins for offer in item.offers]
+    if not offers:
+        raise ConformanceError(f"plugin {name!r} offers no component; there is nothing to check")
+    return [(slot, host.find(slot, item)) for slot, item in offers]
+
+
+def run_contracts(targets: list[tuple[Slot, str]], *, verbose: bool = False) -> int:
+    """Run contracts with pytest in a process of its own; return its exit status.
+
+    Raises:
+        ConformanceError: pytest or hypothesis is missing.
+    """
+    missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConformanceError(
+            f"the conformance kit needs {' and '.join(missing)}: "
+            "pip install 'deepinfer-core[testing]'"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (slot, name) in enumerate(targets):
+            class_name = "Test" + "".join(part.capitalize() for part in str(slot).split("_"))
+            text = _TEMPLATE.format(class_name=class_name, slot=str(slot), name=name)
+            safe = "".join(char if char.isalnum() else "_" for char in name)
+            Path(folder, f"test_{number:03}_{slot}_{safe}.py").write_text(text, encoding="utf-8")
+        Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--import-mode=importlib",
+            "--rootdir",
+            folder,
+            "-c",
+            str(Path(folder, "pytest.ini")),
+            "-v" if verbose else "-q",
+            folder,
+        ]
+        return subprocess.run(command, check=False).returncode

@@ -23,6 +23,8 @@ LIGHT = (
     "deepinfer_core.hookspecs",
     "deepinfer_core.plugins",
     "deepinfer_core.config",
+    "deepinfer_core.config_file",
+    "deepinfer_core.plan",
     "deepinfer_core.compose",
     "deepinfer_core.lock",
     "deepinfer_core.hub",
@@ -52,7 +54,16 @@ def test_module_imports_without_torch(module: str) -> None:
     assert heavy_modules_after(f"import {module}") == []
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
+COMMANDS = (
+    "bench", "chat", "config", "conformance", "generate", "models", "plan", "plugins", "pull",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--version"], ["--help"], *([command, "--help"] for command in COMMANDS)],
+    ids=str,
+)
 def test_command_line_helps_without_torch(arguments: list[str]) -> None:
     code = f"""
 from deepinfer_core.cli import main

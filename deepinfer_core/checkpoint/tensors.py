@@ -61,5 +61,5 @@ class WeightSpec:
     """
 
     name: str
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...]
     optional: bool = False

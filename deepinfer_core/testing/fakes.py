@@ -6,7 +6,6 @@ slots that core leaves to plugins, are in ``examples``.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from attrs import evolve
 from deepinfer_core.batch import Batch
 from deepinfer_core.errors import ConformanceError
 from deepinfer_core.interfaces.drafter import Draft, DraftRequest
-from deepinfer_core.interfaces.kv_store import StoredPage
 from deepinfer_core.interfaces.observer import Event
 from deepinfer_core.testing.simulation import Arrival, Decision, SimulatedCore, SimulatedRound
 
@@ -29,7 +27,6 @@ __all__ = [
     "CONTROL_TOKENS",
     "Arrival",
     "Decision",
-    "DictKvStore",
     "FakeClock",
     "RecordingObserver",
     "ScriptedDrafter",
@@ -155,75 +152,6 @@ class ScriptedDrafter:
         """Forget the length."""
         self.committed.pop(sequence_id, None)
         self.released.append(sequence_id)
-
-
-class DictKvStore:
-    """A ``KvStore`` in a dictionary.
-
-    Args:
-        clock: seconds since the epoch.
-        capacity_bytes: most bytes held; a page that does not fit is not kept. None = no limit.
-    """
-
-    tier = "host"
-
-    def __init__(self, clock: Callable[[], float], *, capacity_bytes: int | None = None) -> None:
-        self._clock = clock
-        self._capacity = capacity_bytes
-        self._pages: dict[bytes, tuple[StoredPage, float | None]] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        """Keep a page, replacing an older one; see ``KvStore.put``."""
-        with self._lock:
-            old = self._find(key)
-            held = self._size() - (len(old.data) if old else 0)
-            if self._closed or (
-                self._capacity is not None and held + len(page.data) > self._capacity
-            ):
-                return False
-            self._pages[key] = evolve(page, data=bytes(page.data)), expires_at_s
-            return self._find(key) is not None
-
-    def get(self, key: bytes) -> StoredPage | None:
-        """Return the page, or None."""
-        with self._lock:
-            return self._find(key)
-
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """Count the leading keys that are present."""
-        with self._lock:
-            for count, key in enumerate(keys):
-                if self._find(key) is None:
-                    return count
-            return len(keys)
-
-    def delete(self, key: bytes) -> bool:
-        """Drop a page; whether it was there."""
-        with self._lock:
-            return self._find(key) is not None and self._pages.pop(key, None) is not None
-
-    def size_bytes(self) -> int:
-        """Return the bytes held."""
-        with self._lock:
-            return self._size()
-
-    def close(self) -> None:
-        """Drop everything."""
-        with self._lock:
-            self._closed = True
-            self._pages.clear()
-
-    def _find(self, key: bytes) -> StoredPage | None:
-        page, expires_at_s = self._pages.get(key, (None, None))
-        if expires_at_s is not None and self._clock() >= expires_at_s:
-            del self._pages[key]
-            return None
-        return page
-
-    def _size(self) -> int:
-        return sum(len(page.data) for page, _ in self._pages.values())
 
 
 CONTROL_TOKENS = ("<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

@@ -1,0 +1,191 @@
+"""Small components that are right, for slots whose real ones come with plugins.
+
+They show what a contract asks for in the fewest lines, and are what the deliberately broken ones
+are made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer_core.batch import Batch
+from deepinfer_core.errors import RequestError
+from deepinfer_core.interfaces.constraint import ConstraintContext
+from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.parser import EventKind, ParsedEvent, ParserContext
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LookupDrafter:
+    """Proposes what followed the newest token the last time it occurred in the same sequence.
+
+    Its state is the sequence with its own proposals at the end, which ``commit`` cuts off again.
+    """
+
+    taps: tuple[str, ...] = ()
+
+    def __init__(self, context: DrafterContext) -> None:
+        self._most = context.max_drafts
+        self._known: dict[int, list[int]] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
+        """Return one draft per request, in order."""
+        return [self._draft(request) for request in requests]
+
+    def _draft(self, request: DraftRequest) -> Draft:
+        known = self._known.setdefault(request.sequence_id, [])
+        known += request.token_ids[len(known) :]
+        drafts: list[int] = []
+        for _ in range(min(request.limit, self._most)):
+            place = _last_before_end(known)
+            if place is None:
+                break
+            known.append(known[place + 1])
+            drafts.append(known[-1])
+        confidences = [0.5 ** (depth + 1) for depth in range(len(drafts))]
+        return Draft(token_ids=drafts, confidences=confidences)
+
+    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+        """Take no note: tokens are all it needs."""
+
+    def commit(self, sequence_id: int, num_tokens: int) -> None:
+        """Forget what was proposed and not accepted."""
+        del self._known.get(sequence_id, [])[num_tokens:]
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Copy the sequence."""
+        self._known[child_id] = list(self._known.get(parent_id, ()))
+
+    def release(self, sequence_id: int) -> None:
+        """Forget the sequence."""
+        self._known.pop(sequence_id, None)
+
+
+def _last_before_end(tokens: Sequence[int]) -> int | None:
+    return next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == tokens[-1]), None)
+
+
+class ChoiceConstraint:
+    """Compiles the kind "choice": the output is one of some strings."""
+
+    def __init__(self, context: ConstraintContext) -> None:
+        self._context = context
+
+    def kinds(self) -> Sequence[str]:
+        """Return ("choice",)."""
+        return ("choice",)
+
+    def compile(self, kind: str, source: Any) -> ChoiceMatcher:
+        """Return a matcher for a list of strings, at least one; RequestError for anything else."""
+        if kind != "choice":
+            raise RequestError(f"structured output of kind {kind!r} is not known; use 'choice'")
+        if isinstance(source, str) or not isinstance(source, Sequence) or not source:
+            raise RequestError("a choice is a list of strings, at least one")
+        if not all(isinstance(item, str) and item for item in source):
+            raise RequestError("a choice is a list of strings, none of them empty")
+        return ChoiceMatcher(self._context, tuple(item.encode() for item in source))
+
+
+class ChoiceMatcher:
+    """One output on its way to one of some byte strings; its state is the tokens so far."""
+
+    def __init__(
+        self, context: ConstraintContext, choices: Sequence[bytes], tokens: Sequence[int] = ()
+    ) -> None:
+        self._context = context
+        self._choices = tuple(choices)
+        self._tokens = list(tokens)
+
+    def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
+        """Write the tokens allowed next; see ``Matcher.fill_mask``."""
+        mask[:] = 0
+        words = mask.view(np.uint32)
+        for token in range(self._context.vocab_size):
+            if self._is_allowed(token):
+                words[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token if it is allowed."""
+        if not self._is_allowed(token_id):
+            return False
+        self._tokens.append(token_id)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        if num_tokens:
+            del self._tokens[-num_tokens:]
+
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing longer begins with it."""
+        text = self._text()
+        return text in self._choices and not any(
+            choice != text and choice.startswith(text) for choice in self._choices
+        )
+
+    def fork(self) -> ChoiceMatcher:
+        """Return an independent copy."""
+        return type(self)(self._context, self._choices, self._tokens)
+
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self._context.eos_token_ids
+
+    def _text(self) -> bytes:
+        text = self._context.token_text
+        return b"".join(text(token) for token in self._tokens if not self._is_end(token))
+
+    def _is_allowed(self, token_id: int) -> bool:
+        if not 0 <= token_id < self._context.vocab_size or any(map(self._is_end, self._tokens)):
+            return False
+        if self._is_end(token_id):
+            return self._text() in self._choices
+        piece = self._context.token_text(token_id)
+        text = self._text() + piece
+        return bool(piece) and any(choice.startswith(text) for choice in self._choices)
+
+
+class ThinkParser:
+    """The dialect ``<think>...</think>``: what stands between is thinking."""
+
+    def __init__(self, context: ParserContext) -> None:
+        pass
+
+    def stream(self) -> ThinkStream:
+        """Return a state for one output."""
+        return ThinkStream()
+
+
+class ThinkStream:
+    """Holds back only what may be the beginning of a mark."""
+
+    marks: Mapping[EventKind, str] = {EventKind.TEXT: "<think>", EventKind.THINKING: "</think>"}
+
+    def __init__(self) -> None:
+        self._kind = EventKind.TEXT
+        self._held = ""
+
+    def push(self, text: str) -> Sequence[ParsedEvent]:
+        """Return what is certain by now."""
+        events = []
+        self._held += text
+        while (at := self._held.find(mark := self.marks[self._kind])) >= 0:
+            events += self._take(at)
+            self._held = self._held[len(mark) :]
+            thinking = self._kind is EventKind.THINKING
+            self._kind = EventKind.TEXT if thinking else EventKind.THINKING
+        kept = max(n for n in range(len(mark)) if self._held.endswith(mark[:n]))
+        return [*events, *self._take(len(self._held) - kept)]
+
+    def finish(self) -> Sequence[ParsedEvent]:
+        """Return what was held back: it was no mark."""
+        return self._take(len(self._held))
+
+    def _take(self, length: int) -> list[ParsedEvent]:
+        text, self._held = self._held[:length], self._held[length:]
+        return [ParsedEvent(kind=self._kind, text=text)] if text else []

@@ -175,7 +175,8 @@ class Tokenizer:
         Raises:
             RequestError: there is no such token.
         """
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        known = 0 <= token_id < self.vocab_size
+        token = self._backend.id_to_token(token_id) if known else None
         if token is None:
             raise RequestError(f"there is no token {token_id}")
         return str(token)

@@ -189,7 +189,7 @@ class EngineOptions:
     max_batch_tokens: int = field(default=2048, validator=_number(1))
     max_sequences: int = field(default=256, validator=_number(1))
     max_waiting: int = field(default=4096, validator=_number(0))
-    page_size: int = field(default=16)
+    page_size: int = field(default=64)
     kv_memory_bytes: int | None = field(default=None, validator=_number(1, optional=True))
     kv_pages: int | None = field(default=None, validator=_number(1, optional=True))
     memory_fraction: float = field(default=0.5)

@@ -74,7 +74,13 @@ class FastAddRmsNorm:
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
 
 
 class FastRope:
@@ -157,7 +163,9 @@ def _probe_packing(dtype: torch.dtype, batch_invariant: bool) -> str | None:
 
 
 def _dense_objection(facts: OpFacts) -> str | None:
-    return None if facts.weight_format == "dense" else f"dense weights only, not {facts.weight_format}"
+    return (
+        None if facts.weight_format == "dense" else f"dense weights only, not {facts.weight_format}"
+    )
 
 
 class TorchKernels:

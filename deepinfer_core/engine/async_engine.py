@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,7 +118,6 @@ class AsyncEngine:
 
     Args:
         build: makes the engine; called in the engine's thread.
-        clock: the engine's clock, in seconds.
         max_queued: deltas that wait for a slow reader before they are merged.
 
     Raises:
@@ -130,10 +128,8 @@ class AsyncEngine:
         self,
         build: Callable[[], EngineSurface],
         *,
-        clock: Callable[[], float] = time.monotonic,
         max_queued: int = 64,
     ) -> None:
-        self._clock = clock
         self._max_queued = max_queued
         self._numbers = itertools.count(1)
         self._thread = EngineThread(build)
@@ -236,7 +232,10 @@ class AsyncEngine:
     @property
     def failure(self) -> str | None:
         """Why the engine failed, or None while it is well."""
-        return self._thread.failure
+        if self._thread.failure is not None:
+            return self._thread.failure
+        failure = self._engine.failure
+        return None if failure is None else str(failure)
 
     async def stats(self) -> Any:
         """Counters of the engine, taken between two steps."""
@@ -280,7 +279,7 @@ class AsyncEngine:
         deadline_s: float | None = None,
         cache_salt: str = "",
     ) -> DeltaStream:
-        arrival_s = self._clock()
+        arrival_s = self._engine.clock()
         identity = f"async-{next(self._numbers)}" if request_id is None else request_id
         channel = Channel(identity, self._max_queued, asyncio.get_running_loop())
         stream = DeltaStream(self, self._thread, channel)

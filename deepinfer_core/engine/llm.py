@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +15,7 @@ from deepinfer_core.engine.pump import Pump
 from deepinfer_core.engine.settings import configuration
 from deepinfer_core.engine.surface import EngineSurface, TextCodec
 from deepinfer_core.engine.token_stream import TokenStream
-from deepinfer_core.errors import EngineClosedError, RequestError
+from deepinfer_core.errors import AdmissionError, EngineClosedError, EngineError, RequestError
 from deepinfer_core.requests import Request, RequestOutput, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -91,21 +90,15 @@ class LLM:
         return cls(config=config, plugins=plugins)
 
     @classmethod
-    def over(cls, engine: EngineSurface, *, clock: Callable[[], float] = time.monotonic) -> LLM:
-        """Wrap an engine that exists; the LLM closes it.
-
-        Args:
-            engine: used by this LLM only.
-            clock: the engine's clock, in seconds.
-        """
+    def over(cls, engine: EngineSurface) -> LLM:
+        """Wrap an engine that exists and that nobody else uses; the LLM closes it."""
         llm = cls.__new__(cls)
-        llm._adopt(engine, clock)
+        llm._adopt(engine)
         return llm
 
-    def _adopt(self, engine: EngineSurface, clock: Callable[[], float] = time.monotonic) -> None:
+    def _adopt(self, engine: EngineSurface) -> None:
         self._engine: EngineSurface | None = engine
         self._pump = Pump(engine)
-        self._clock = clock
         self._submitted = 0
 
     # -------------------------------------------------------------------------- generation
@@ -132,6 +125,7 @@ class LLM:
         Raises:
             BatchError: some prompts were refused or failed; ``.results`` has all results.
             RequestError: the arguments do not fit together.
+            EngineError: the engine failed.
         """
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         if many and isinstance(many[0], int):
@@ -251,9 +245,15 @@ class LLM:
     ) -> list[RequestOutput]:
         results: dict[int, RequestOutput] = {}
         with ProgressBar(len(prompts), progress) as advance:
-            for at, result in self._as_completed(zip(prompts, params, strict=True), encode):
-                results[at] = result
-                advance(result)
+            try:
+                for at, result in self._as_completed(zip(prompts, params, strict=True), encode):
+                    results[at] = result
+                    advance(result)
+            except EngineError as error:
+                if raise_on_error:
+                    raise
+                lost = _without_result("lost", (), str(error))
+                results = {at: results.get(at, lost) for at in range(len(prompts))}
         ordered = [results[at] for at in range(len(prompts))]
         if raise_on_error:
             _raise_for_errors(ordered)
@@ -266,22 +266,22 @@ class LLM:
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         source = enumerate(tasks)
         running: dict[str, int] = {}
-        window = self._window()
-        more = True
+        # Enough to fill the engine at any time, without taking all prompts at once.
+        window = 2 * self.engine.config.engine.max_sequences
+        entry = next(source, None)
         try:
-            while more or running:
-                while more and len(running) < window:
-                    entry = next(source, None)
-                    if entry is None:
-                        more = False
-                        break
+            while entry is not None or running:
+                while entry is not None and len(running) < window:
                     at, (prompt, params) = entry
                     outcome = self._try_submit(prompt, params, encode)
+                    if outcome is None:
+                        break
+                    entry = next(source, None)
                     if isinstance(outcome, RequestOutput):
                         yield at, outcome
                     else:
                         running[outcome] = at
-                if running:
+                if self._pump.outstanding:
                     self._pump.step()
                 for request_id in list(running):
                     result = self._pump.take(request_id)
@@ -296,22 +296,22 @@ class LLM:
         prompt: Any,
         params: SamplingParams,
         encode: Callable[[EngineSurface, Any], tuple[int, ...]],
-    ) -> str | RequestOutput:
-        """Submit and return the request's id, or the result of a refused one."""
+    ) -> str | RequestOutput | None:
+        """Submit and return the request's id, or the result of a refused one.
+
+        None: the queue is full at the moment.
+        """
         ids: tuple[int, ...] = ()
         try:
             ids = encode(self.engine, prompt)
             request = self._request(ids, params)
             self._pump.submit(request)
         except RequestError as error:
+            full = self.engine.stats().waiting >= self.engine.config.engine.max_waiting
+            if isinstance(error, AdmissionError) and full and self._pump.outstanding:
+                return None
             shown = ids if all(type(item) is int for item in ids) else ()
-            return RequestOutput(
-                request_id=f"refused-{self._submitted}",
-                prompt_token_ids=shown,
-                outputs=(),
-                invariant=True,
-                error=str(error),
-            )
+            return _without_result(f"refused-{self._submitted}", shown, str(error))
         return request.request_id
 
     def _request(self, ids: Sequence[int], params: SamplingParams | None) -> Request:
@@ -320,13 +320,8 @@ class LLM:
             request_id=f"llm-{self._submitted}",
             prompt_token_ids=tuple(ids),
             params=params if params is not None else SamplingParams(),
-            arrival_s=self._clock(),
+            arrival_s=self.engine.clock(),
         )
-
-    def _window(self) -> int:
-        """How many requests to hold in the engine: enough to fill it, never more than it takes."""
-        options = self.engine.config.engine
-        return max(1, min(2 * options.max_sequences, options.max_waiting))
 
     @staticmethod
     def _spread(
@@ -340,6 +335,12 @@ class LLM:
                 f"not {len(params)}"
             )
         return params
+
+
+def _without_result(request_id: str, ids: tuple[int, ...], error: str) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id, prompt_token_ids=ids, outputs=(), invariant=True, error=error
+    )
 
 
 def _raise_for_errors(results: Sequence[RequestOutput]) -> None:

@@ -24,7 +24,7 @@ class ProgressBar:
         self._bar: Any = None
         self._tokens = 0
 
-    def __enter__(self) -> Callable[[RequestOutput], None]:
+    def __enter__(self) -> Callable[[RequestOutput | None], None]:
         """Show the bar and return what counts one more result."""
         if self._wanted:
             from tqdm import tqdm
@@ -32,10 +32,11 @@ class ProgressBar:
             self._bar = tqdm(total=self._total, initial=self._done, unit="prompt", disable=None)
         return self._advance
 
-    def _advance(self, result: RequestOutput) -> None:
+    def _advance(self, result: RequestOutput | None) -> None:
         if self._bar is None:
             return
-        self._tokens += sum(len(output.token_ids) for output in result.outputs)
+        if result is not None:
+            self._tokens += sum(len(output.token_ids) for output in result.outputs)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tok/s", refresh=False)
         self._bar.update(1)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepinfer_core.requests import Delta, Request, RequestOutput
@@ -40,6 +40,16 @@ class EngineSurface(Protocol):
     @property
     def tokenizer(self) -> TextCodec:
         """The model's tokenizer."""
+        ...
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, for arrivals and deadlines."""
+        ...
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine cannot go on, or None."""
         ...
 
     @property

@@ -69,9 +69,7 @@ class GroupStorage(Protocol):
 class Attention(Protocol):
     """An attention backend. Called from the accelerator's queue only."""
 
-    def allocate(
-        self, group: CacheGroupSpec, num_pages: int, device: torch.device
-    ) -> GroupStorage:
+    def allocate(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> GroupStorage:
         """Memory for ``num_pages`` pages of a group; content undefined (tests poison it)."""
         ...
 

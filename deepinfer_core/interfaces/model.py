@@ -8,25 +8,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from deepinfer_core.batch import Batch
+from deepinfer_core.checkpoint.tensors import WeightSpec
 from deepinfer_core.kv.layout import CacheGroupSpec
 
 if TYPE_CHECKING:
     import torch
 
-
-@frozen(kw_only=True)
-class WeightSpec:
-    """One tensor a model needs from a checkpoint.
-
-    Attributes:
-        name: as in Hugging Face checkpoints.
-        shape: expected shape.
-        optional: may be missing (tied heads, biases).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    optional: bool = False
+__all__ = [
+    "BuildRequest",
+    "Model",
+    "ModelContext",
+    "ModelFamily",
+    "ModelSpec",
+    "StepContext",
+    "WeightSpec",
+]
 
 
 @frozen(kw_only=True)
@@ -152,9 +148,7 @@ class BuildRequest:
 class ModelFamily(Protocol):
     """What the ``model`` slot builds: a set of architectures."""
 
-    def describe(
-        self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str
-    ) -> ModelSpec:
+    def describe(self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str) -> ModelSpec:
         """Read a configuration; CheckpointError lists every unsupported or contradictory field."""
         ...
 

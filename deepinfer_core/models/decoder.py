@@ -46,9 +46,7 @@ class DecoderFamily:
         return Decoder(read_config(request.config), request)
 
 
-def _groups(
-    decoder: DecoderConfig, page_size: int, kv_dtype: str
-) -> tuple[CacheGroupSpec, ...]:
+def _groups(decoder: DecoderConfig, page_size: int, kv_dtype: str) -> tuple[CacheGroupSpec, ...]:
     groups = []
     for window in sorted(set(decoder.windows)):
         layers = tuple(i for i, w in enumerate(decoder.windows) if w == window)
@@ -193,9 +191,7 @@ class DecoderLayer:
         )
         make = ExpertFeedForward if decoder.experts[index] else DenseFeedForward
         self.feed_forward = make(decoder, base, load, ops)
-        self._params = AttentionParams(
-            scale=decoder.head_dim**-0.5, window=decoder.windows[index]
-        )
+        self._params = AttentionParams(scale=decoder.head_dim**-0.5, window=decoder.windows[index])
 
     def attention(
         self, step: StepContext, x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None
@@ -268,7 +264,9 @@ class Decoder:
             if rows is not None:
                 x = x[rows]
             x, normed = add_norm(x, mixed, layer.middle_norm, self._eps)
-            following = self._norm if layer.index == last else self._layers[layer.index + 1].input_norm
+            following = (
+                self._norm if layer.index == last else self._layers[layer.index + 1].input_norm
+            )
             x, normed = add_norm(x, layer.feed_forward.run(normed), following, self._eps)
             step.tap(f"layer.{layer.index}", x)
         if few or step.logit_rows.shape[0] == normed.shape[0]:

@@ -101,9 +101,7 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
         )
 
     def dimension(rotations: float) -> float:
-        return (
-            dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
-        )
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     low = dimension(float(options.get("beta_fast") or 32))
     high = dimension(float(options.get("beta_slow") or 1))

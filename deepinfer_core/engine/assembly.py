@@ -1,0 +1,317 @@
+"""Configuration -> plan -> parts: the only place where an engine is put together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import Any
+
+import attrs
+import torch
+
+from deepinfer_core.checkpoint.coverage import check_coverage
+from deepinfer_core.components import Slot
+from deepinfer_core.compose import compose
+from deepinfer_core.config import AUTO, EngineConfig, apply_environ
+from deepinfer_core.engine.admission import capacity
+from deepinfer_core.engine.model_facts import FoundModel, find
+from deepinfer_core.engine.parts import EngineParts
+from deepinfer_core.engine.sizing import page_counts
+from deepinfer_core.errors import CompositionError, DeepInferError
+from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
+from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
+from deepinfer_core.interfaces.cache import CacheContext
+from deepinfer_core.interfaces.eviction import EvictionContext
+from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
+from deepinfer_core.interfaces.kv_store import KvStoreContext
+from deepinfer_core.interfaces.model import BuildRequest, ModelSpec
+from deepinfer_core.interfaces.observer import ObserverContext
+from deepinfer_core.interfaces.recipe import RecipeContext
+from deepinfer_core.interfaces.scheduler import SchedulerContext
+from deepinfer_core.ops.table import OpChoice, OpTable, choose
+from deepinfer_core.plan import Plan
+from deepinfer_core.plugins import PluginHost
+from deepinfer_core.runner import LocalExecutor
+from deepinfer_core.text.detokenizer import StreamDetokenizer, byte_fallback_ids
+from deepinfer_core.text.tokenizer import Tokenizer
+
+CONTEXT_TOKENS = 8
+"""Prompt tokens a detokenizer looks back at."""
+
+
+def plan_model(
+    config: EngineConfig,
+    host: PluginHost,
+    environ: Mapping[str, str],
+    *,
+    offline: bool = False,
+    progress: Any = None,
+) -> tuple[Plan, FoundModel]:
+    """Compose for the configured model; reads no weight and touches no device.
+
+    Raises:
+        DeepInferError: whatever makes the engine impossible.
+    """
+    found = find(config, host, environ, offline=offline, progress=progress)
+    plan = compose(host, config, model=found.facts)
+    return plan, found
+
+
+def plan_ops(plan: Plan, dtype: str, device_type: str, *, invariant: bool) -> tuple[OpChoice, ...]:
+    """Bind a provider to every op, by name only.
+
+    Raises:
+        CompositionError: an op nobody can serve.
+    """
+    context = KernelsContext(device_type=device_type)
+    sets = [(part.name, part.build(context).providers()) for part in plan.parts_of(Slot.KERNELS)]
+    facts = OpFacts(device_type=device_type, dtype=dtype, batch_invariant=invariant)
+    return choose(sets, facts)
+
+
+def assemble(
+    config: EngineConfig,
+    plugins: Items[object] = (),
+    *,
+    discover: bool = True,
+    environ: Mapping[str, str] | None = None,
+    progress: Any = None,
+) -> EngineParts:
+    """Build everything.
+
+    Raises:
+        DeepInferError: whatever makes the engine impossible.
+    """
+    environ = os.environ if environ is None else environ
+    config = apply_environ(config, environ)
+    host = PluginHost(plugins, config=config.plugins, discover=discover)
+    plan, found = plan_model(config, host, environ, progress=progress)
+    builder = _Builder(plan, found)
+    try:
+        return builder.build()
+    except BaseException:
+        builder.abandon()
+        raise
+
+
+class _Builder:
+    """Builds the parts of one plan in the order of ``Slot``."""
+
+    def __init__(self, plan: Plan, found: FoundModel) -> None:
+        self._plan, self._config, self._found = plan, plan.config, found
+        self._options = plan.config.engine
+        self._undo: list[Callable[[], None]] = [found.checkpoint.close]
+
+    def abandon(self) -> None:
+        """Give back what was built before something failed."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def build(self) -> EngineParts:
+        """Build every part; weights are read last but one."""
+        self._refuse_unsupported()
+        overlap = self._options.overlap is True
+        accelerator: Accelerator = self._part(
+            Slot.ACCELERATOR,
+            AcceleratorContext(num_threads=self._options.num_threads, overlap=overlap),
+        )
+        self._undo.append(accelerator.close)
+        dtype = _dtype(self._config, accelerator)
+        invariant = self._options.batch_invariant is not False
+        spec = self._spec(dtype)
+        check_coverage(self._found.checkpoint, spec.weights)
+        ops = plan_ops(self._plan, dtype, accelerator.device.type, invariant=invariant)
+        attention = self._attention(spec, accelerator, dtype, invariant=invariant)
+        model = self._found.family.build(
+            BuildRequest(
+                config=self._found.checkpoint.config,
+                spec=spec,
+                read=self._found.checkpoint.read,
+                read_packed=self._found.checkpoint.read_packed,
+                ops=OpTable(
+                    ops,
+                    OpFacts(
+                        device_type=accelerator.device.type, dtype=dtype, batch_invariant=invariant
+                    ),
+                ),
+                dtype=dtype,
+                device=accelerator.device,
+            )
+        )
+        num_pages = page_counts(spec, self._options, accelerator.memory().free_bytes)
+        storages = [
+            attention.allocate(group, pages, accelerator.device)
+            for group, pages in zip(spec.groups, num_pages, strict=True)
+        ]
+        details = {
+            "dtype": dtype,
+            "device": " ".join(f"{key}={value}" for key, value in accelerator.describe().items()),
+            "invariant": "true" if invariant else "false",
+            "overlap": "true" if overlap else "false",
+            "cache": _describe_groups(spec, num_pages),
+            "ops": " ".join(f"{choice.op}={choice.provider.name}" for choice in ops),
+        }
+        tokenizer, tokenizer_error = self._tokenizer()
+        recipe, recipe_error = self._recipe(tokenizer, tokenizer_error)
+        return EngineParts(
+            config=self._config,
+            plan=self._plan.with_details(details),
+            spec=spec,
+            accelerator=accelerator,
+            executor=LocalExecutor(accelerator, model, attention, storages),
+            cache=self._cache(spec, num_pages, storages),
+            scheduler=self._part(
+                Slot.SCHEDULER,
+                SchedulerContext(
+                    max_batch_tokens=self._options.max_batch_tokens,
+                    max_sequences=self._options.max_sequences,
+                ),
+            ),
+            observers=tuple(
+                (part.name, part.build(ObserverContext(plan=self._plan)))
+                for part in self._plan.parts_of(Slot.OBSERVER)
+            ),
+            max_length=spec.max_position,
+            capacity=capacity(spec.groups, num_pages, self._options.max_batch_tokens),
+            eos_token_ids=self._ends(spec, tokenizer),
+            invariant=invariant,
+            overlap=overlap,
+            tokenizer=tokenizer,
+            tokenizer_error=tokenizer_error,
+            detokenizer=None if tokenizer is None else detokenizers(tokenizer),
+            recipe=recipe,
+            recipe_error=recipe_error,
+            close=self._found.checkpoint.close,
+        )
+
+    def _part(self, slot: Slot, context: Any) -> Any:
+        part = self._plan.part(slot)
+        return None if part is None else part.build(context)
+
+    def _refuse_unsupported(self) -> None:
+        drafter = self._plan.part(Slot.DRAFTER)
+        if drafter is not None and drafter.name != "none":
+            raise CompositionError(
+                f"drafter {drafter.name!r}: this version composes drafters and checks them, but its "
+                "engine does not verify drafts yet; set drafter.use to 'none'"
+            )
+
+    def _spec(self, dtype: str) -> ModelSpec:
+        spec = self._found.describe(page_size=self._options.page_size, kv_dtype=dtype)
+        longest = self._config.max_model_len
+        if longest is None:
+            return spec
+        if longest > spec.max_position:
+            raise CompositionError(
+                f"max_model_len {longest} exceeds the {spec.max_position} positions that "
+                f"{self._config.model} was made for"
+            )
+        return attrs.evolve(spec, max_position=longest)
+
+    def _attention(
+        self, spec: ModelSpec, accelerator: Accelerator, dtype: str, *, invariant: bool
+    ) -> Attention:
+        attention: Attention = self._part(
+            Slot.ATTENTION,
+            AttentionContext(
+                groups=spec.groups,
+                device_type=accelerator.device.type,
+                dtype=dtype,
+                num_query_heads=spec.num_query_heads,
+                batch_invariant=invariant,
+            ),
+        )
+        return attention
+
+    def _cache(
+        self, spec: ModelSpec, num_pages: tuple[int, ...], storages: Items[GroupStorage]
+    ) -> Any:
+        namespace = _namespace(self._found, spec)
+        store = self._part(Slot.KV_STORE, KvStoreContext(namespace=namespace, clock=time.time))
+        if store is not None:
+            self._undo.append(store.close)
+        return self._part(
+            Slot.CACHE,
+            CacheContext(
+                groups=spec.groups,
+                num_pages=num_pages,
+                namespace=namespace,
+                clock=time.monotonic,
+                eviction=self._part(Slot.EVICTION, EvictionContext(clock=time.monotonic)),
+                kv_store=store,
+                export_page=lambda group, page: storages[group].export_page(page),
+                import_page=lambda group, page, data: storages[group].import_page(page, data),
+            ),
+        )
+
+    def _tokenizer(self) -> tuple[Tokenizer | None, str]:
+        try:
+            return self._found.checkpoint.tokenizer(), ""
+        except DeepInferError as error:
+            return None, str(error)
+
+    def _recipe(self, tokenizer: Tokenizer | None, tokenizer_error: str) -> tuple[Any, str]:
+        if tokenizer is None:
+            return None, tokenizer_error
+        context = RecipeContext(
+            tokenizer=tokenizer, chat_template=self._found.checkpoint.chat_template()
+        )
+        try:
+            recipe = self._part(Slot.RECIPE, context)
+        except DeepInferError as error:
+            return None, str(error)
+        return recipe, "" if recipe is not None else "no recipe is composed"
+
+    def _ends(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+        named = self._found.checkpoint.generation_config().get("eos_token_id") or ()
+        ids = [*named, *spec.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())]
+        return tuple(dict.fromkeys(token for token in ids if 0 <= token < spec.vocab_size))
+
+
+def detokenizers(tokenizer: Tokenizer) -> Callable[..., StreamDetokenizer]:
+    """Return a maker of detokenizers: ``(skip_special_tokens, prompt_token_ids)``."""
+    names = {f"<0x{byte:02X}>": tokenizer.id_of(f"<0x{byte:02X}>") for byte in range(256)}
+    unstable = byte_fallback_ids({name: at for name, at in names.items() if at is not None})
+
+    def make(skip_special: bool, prompt: Items[int] = ()) -> StreamDetokenizer:
+        return StreamDetokenizer(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special),
+            context_ids=prompt[-CONTEXT_TOKENS:],
+            unstable_ids=unstable,
+            skip_ids=tokenizer.special_ids if skip_special else (),
+        )
+
+    return make
+
+
+def _dtype(config: EngineConfig, accelerator: Accelerator) -> str:
+    supported = accelerator.supported_dtypes()
+    if config.dtype == AUTO:
+        return supported[0]
+    if config.dtype not in supported:
+        raise CompositionError(
+            f"dtype {config.dtype!r} is not supported by accelerator {accelerator.name!r} here",
+            [f"supported: {', '.join(supported)}"],
+        )
+    return config.dtype
+
+
+def _namespace(found: FoundModel, spec: ModelSpec) -> str:
+    """Digest of everything that makes pages of two engines different things."""
+    config = sorted((key, str(value)) for key, value in found.checkpoint.config.items())
+    text = repr((config, spec.groups, found.checkpoint.total_bytes, torch.__version__))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _describe_groups(spec: ModelSpec, num_pages: tuple[int, ...]) -> str:
+    parts = []
+    for group, pages in zip(spec.groups, num_pages, strict=True):
+        megabytes = pages * group.bytes_per_page / 2**20
+        parts.append(
+            f"{group.name}: {len(group.layers)} layers, {pages} pages of {group.page_size} tokens, "
+            f"{group.dtype}, {megabytes:.0f} MiB"
+        )
+    return "; ".join(parts)

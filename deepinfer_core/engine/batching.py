@@ -1,0 +1,132 @@
+"""Grants -> Batch: numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+import numpy as np
+from attrs import frozen
+
+from deepinfer_core.batch import NO_SLOT, Batch, GroupBatch, Int32, PageCopy
+from deepinfer_core.engine.round import Grant
+from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
+
+
+@frozen(kw_only=True)
+class LogitRow:
+    """One row whose logits are wanted.
+
+    Attributes:
+        grant: whose.
+        position: position of the row's token.
+        samples: True to draw the next token from it, False to score the prompt's next token.
+    """
+
+    grant: Grant
+    position: int
+    samples: bool
+
+
+def logit_rows(grants: Items[Grant]) -> list[LogitRow]:
+    """Rows whose logits are wanted, in batch order."""
+    rows = []
+    for grant in grants:
+        sequence = grant.sequence
+        if sequence.request.params.prompt_logprobs is not None and sequence.index == 0:
+            last = min(grant.stop, sequence.num_prompt_tokens - 1)
+            rows += [
+                LogitRow(grant=grant, position=position, samples=False)
+                for position in range(max(grant.start, sequence.num_scored), last)
+            ]
+        if grant.samples:
+            rows.append(LogitRow(grant=grant, position=grant.stop - 1, samples=True))
+    return rows
+
+
+def build_batch(
+    step: int,
+    grants: Items[Grant],
+    rows: Items[LogitRow],
+    cache: Cache,
+    groups: Items[CacheGroupSpec],
+    sampled_rows: Mapping[int, int],
+    copies: tuple[PageCopy, ...],
+) -> Batch:
+    """Put a step together.
+
+    Args:
+        step: its number.
+        grants: who takes part, in batch order.
+        rows: as ``logit_rows`` returned them.
+        cache: for block tables.
+        groups: the model's cache groups.
+        sampled_rows: sequence id -> row of the previous step's samples, for tokens the host does not
+            know yet.
+        copies: page copies to make first.
+    """
+    counts = np.array([grant.count for grant in grants], np.int32)
+    starts: Int32 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    total = int(starts[-1])
+    token_ids, sources = np.zeros(total, np.int32), np.full(total, -1, np.int32)
+    positions = np.empty(total, np.int32)
+    for grant, begin in zip(grants, starts, strict=False):
+        sequence, end = grant.sequence, int(begin) + grant.count
+        positions[begin:end] = np.arange(grant.start, grant.stop)
+        known = sequence.known(grant.start, grant.stop)
+        token_ids[begin : begin + len(known)] = known
+        if len(known) < grant.count:
+            sources[begin + len(known)] = sampled_rows[sequence.sequence_id]
+    index_of = {grant.sequence.sequence_id: index for index, grant in enumerate(grants)}
+    owners = np.array([index_of[row.grant.sequence.sequence_id] for row in rows], np.int32)
+    wanted = [
+        int(starts[owner]) + row.position - row.grant.start
+        for row, owner in zip(rows, owners, strict=True)
+    ]
+    none = np.zeros(len(grants), np.int32)
+    return Batch(
+        step=step,
+        sequence_ids=tuple(index_of),
+        token_ids=token_ids,
+        token_sources=sources,
+        positions=positions,
+        query_starts=starts,
+        context_lengths=np.array([grant.stop for grant in grants], np.int32),
+        num_drafts=none,
+        logit_rows=np.array(wanted, np.int32),
+        logit_sequences=owners,
+        keep_from=none,
+        groups=tuple(
+            _group(index, spec, grants, starts, positions, cache)
+            for index, spec in enumerate(groups)
+        ),
+        copies=copies,
+    )
+
+
+def _group(
+    index: int,
+    spec: CacheGroupSpec,
+    grants: Items[Grant],
+    starts: Int32,
+    positions: Int32,
+    cache: Cache,
+) -> GroupBatch:
+    tables = [cache.block_table(grant.sequence.sequence_id, index) for grant in grants]
+    padded = np.full((len(grants), max(map(len, tables), default=0)), -1, np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    owners = np.repeat(np.arange(len(grants)), np.diff(starts))
+    pages, offsets = np.divmod(positions, spec.page_size)
+    slots = padded[owners, pages].astype(np.int64) * spec.page_size + offsets
+    if spec.kind in (GroupKind.FULL, GroupKind.COMPRESSED):
+        floors = np.array([grant.sequence.write_floor for grant in grants])
+        if floors.any():
+            slots[positions < floors[owners]] = NO_SLOT
+    visible = [
+        grant.sequence.visible_from[index] if grant.sequence.visible_from else 0 for grant in grants
+    ]
+    return GroupBatch(
+        block_tables=padded, write_slots=slots, visible_from=np.array(visible, np.int32)
+    )

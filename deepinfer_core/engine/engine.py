@@ -1,0 +1,528 @@
+"""Engine: requests in, deltas out, one round a step.
+
+A round is: schedule step N, launch its forward pass, look at the tokens of step N - 1 while it runs, then
+draw the tokens of N. With ``overlap`` off the tokens of N are looked at in the same step; results are
+the same. ``assembly`` builds the parts, ``round`` enforces limits, ``stepper`` runs steps and finds
+offenders; this module keeps the books.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from deepinfer_core.engine.admission import Limits, admit
+from deepinfer_core.engine.output_stream import OutputStream
+from deepinfer_core.engine.request_state import Member, RequestState
+from deepinfer_core.engine.round import EngineRound, undo_grant
+from deepinfer_core.engine.stats import Counters, EngineStats
+from deepinfer_core.engine.stepper import Drawn, Flight, Stepper
+from deepinfer_core.engine.watch import Watch
+from deepinfer_core.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    EngineError,
+    RequestError,
+)
+from deepinfer_core.requests import Delta, FinishReason, Request, RequestOutput
+from deepinfer_core.sampling import RowFailure, RowParams, TokenHistory, output_seed
+from deepinfer_core.sequence import Phase, Sequence
+from deepinfer_core.text.detokenizer import StreamDetokenizer
+
+if TYPE_CHECKING:
+    from deepinfer_core.config import EngineConfig
+    from deepinfer_core.engine.parts import EngineParts
+    from deepinfer_core.interfaces.model import ModelSpec
+    from deepinfer_core.plan import Plan
+    from deepinfer_core.text.tokenizer import Tokenizer
+
+KEPT_RESULTS = 4096
+"""Results kept for ``take_result``; the oldest go first."""
+
+SCHEDULER_TRIES = 3
+"""Rounds in a row a scheduler may fail before the engine gives up."""
+
+
+class Engine:
+    """One model on one device. Every call comes from one thread.
+
+    Args:
+        parts: what ``deepinfer_core.engine.assembly`` built.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, parts: EngineParts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts, self._clock = parts, clock
+        options = parts.config.engine
+        self._overlap = parts.overlap
+        self._limits = Limits(
+            vocab_size=parts.spec.vocab_size,
+            max_length=parts.max_length,
+            capacity=parts.capacity,
+            max_waiting=options.max_waiting,
+        )
+        self._stepper = Stepper(
+            accelerator=parts.accelerator,
+            executor=parts.executor,
+            cache=parts.cache,
+            groups=parts.spec.groups,
+            row_params=self._row_params,
+            retries=options.step_retries,
+        )
+        self._watch = Watch(parts.observers, clock)
+        self._random = Random(parts.config.seed)
+        self._requests: dict[str, RequestState] = {}
+        self._members: dict[int, tuple[RequestState, Member]] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[Sequence] = []
+        self._flight: Flight | None = None
+        self._outbox: deque[Delta] = deque()
+        self._results: OrderedDict[str, RequestOutput] = OrderedDict()
+        self._counters = Counters()
+        self._next_id = 0
+        self._scheduler_failures = 0
+        self._failure: EngineError | None = None
+        self._closed = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        plugins: Items[object] = (),
+        *,
+        discover: bool = True,
+        environ: Mapping[str, str] | None = None,
+        progress: Any = None,
+    ) -> Engine:
+        """Compose, read the weights, and be ready.
+
+        Args:
+            config: what to build.
+            plugins: modules or objects that are plugins besides the installed ones.
+            discover: whether installed plugins take part.
+            environ: where ``DEEPINFER_ACCELERATOR`` and cache folders are looked up; None = the
+                process's environment, an empty mapping = nowhere.
+            progress: a ``deepinfer_core.hub`` progress to report downloads to.
+
+        Raises:
+            DeepInferError: whatever makes the engine impossible, before or while it is built.
+        """
+        from deepinfer_core.engine.assembly import assemble
+
+        return cls(assemble(config, plugins, discover=discover, environ=environ, progress=progress))
+
+    # ------------------------------------------------------------------------------- facts
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was made from."""
+        return self._parts.config
+
+    @property
+    def plan(self) -> Plan:
+        """What was chosen, with the details known now."""
+        return self._parts.plan
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self._parts.spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            EngineError: the checkpoint carries none; only token ids can be used.
+        """
+        if self._parts.tokenizer is None:
+            raise EngineError(f"this model has no tokenizer: {self._parts.tokenizer_error}")
+        return self._parts.tokenizer
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The engine's clock, for arrivals and deadlines."""
+        return self._clock
+
+    def chat(self, messages: Items[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation, ready to be answered.
+
+        Raises:
+            RequestError: the messages cannot be rendered.
+            EngineError: no recipe is composed.
+        """
+        if self._parts.recipe is None:
+            raise EngineError(f"this model has no chat recipe: {self._parts.recipe_error}")
+        rendered: list[int] = self._parts.recipe.render(messages, **options)
+        return rendered
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return bool(self._requests or self._outbox or self._flight)
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing."""
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages=self._parts.cache.usage(),
+            **attrs.asdict(self._counters),
+        )
+
+    # ------------------------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it is wrong, or an alive request has its id.
+            AdmissionError: it can never fit, or too many are waiting.
+            EngineClosedError: the engine was closed.
+            EngineError: the engine has failed.
+        """
+        self._check_alive()
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request {request.request_id!r} is alive already; choose another request_id"
+            )
+        limit = admit(request, self._limits, len(self._waiting))
+        now_s = self._clock()
+        deadline_s, default = request.deadline_s, self.config.engine.deadline_s
+        if deadline_s is None and default is not None:
+            deadline_s = now_s + default
+        state = RequestState(
+            request=request, members=[], arrival_s=request.arrival_s or now_s, deadline_s=deadline_s
+        )
+        seed = request.params.effective_seed(self._random.getrandbits(64))
+        for index in range(request.params.n):
+            self._add_member(state, index, limit, output_seed(seed, index))
+        self._requests[request.request_id] = state
+        self._counters.num_requests += 1
+        self._watch.event(
+            "request.submitted",
+            request_id=request.request_id,
+            prompt_tokens=len(request.prompt_token_ids),
+        )
+
+    def _add_member(self, state: RequestState, index: int, limit: int, seed: int) -> None:
+        request, params = state.request, state.request.params
+        sequence = Sequence(self._next_id, request, index, state.arrival_s, limit, seed)
+        self._next_id += 1
+        stream = OutputStream(
+            request.request_id, index, params, self._parts.eos_token_ids, self._detokenizer(request)
+        )
+        penalised = RowParams(params=params, seed=0, position=0).has_penalties
+        history = TokenHistory(request.prompt_token_ids) if penalised else None
+        member = Member(sequence, stream, history)
+        state.members.append(member)
+        self._members[sequence.sequence_id] = state, member
+        if index and len(request.prompt_token_ids) > 1:
+            sequence.phase = Phase.HELD  # shares the first one's prompt once that is computed
+        else:
+            self._waiting.append(sequence)
+
+    def _detokenizer(self, request: Request) -> StreamDetokenizer | None:
+        make = self._parts.detokenizer
+        if make is None:
+            return None
+        return make(request.params.skip_special_tokens, request.prompt_token_ids)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at the next step; False if it is not alive."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return False
+        state.abort = True
+        return True
+
+    def take_result(self, request_id: str) -> RequestOutput | None:
+        """The complete result, once, after the last delta of a request came out."""
+        return self._results.pop(request_id, None)
+
+    # ------------------------------------------------------------------------------- the round
+
+    def step(self) -> list[Delta]:
+        """Run one round and return what it added; nothing when idle.
+
+        Raises:
+            EngineClosedError: the engine was closed.
+        """
+        if self._closed:
+            raise EngineClosedError("the engine is closed; make a new one")
+        try:
+            if self._failure is None:
+                self._round()
+        except EngineError as error:
+            self._fail(error)
+        deltas = list(self._outbox)
+        self._outbox.clear()
+        return deltas
+
+    def _round(self) -> None:
+        self._end_unwanted()
+        flight = self._schedule()
+        if self._flight is not None:
+            self._look_at(self._flight)
+            self._flight = None
+        if flight is None:
+            return
+        self._stepper.complete(flight)
+        self._settle(flight)
+        if self._overlap:
+            self._flight = flight
+        else:
+            self._look_at(flight)
+
+    def _schedule(self) -> Flight | None:
+        """Ask the policy and launch what it granted."""
+        running = [s for s in self._running if s.wants_more]
+        waiting = [s for s in self._waiting if s.wants_more]
+        if not running and not waiting:
+            return None
+        options = self.config.engine
+        round_ = EngineRound(
+            cache=self._parts.cache,
+            now_s=self._clock(),
+            random=self._random,
+            running=running,
+            waiting=waiting,
+            max_tokens=options.max_batch_tokens,
+            max_sequences=options.max_sequences,
+        )
+        try:
+            self._parts.scheduler.schedule(round_)
+        except Exception as error:
+            round_.undo()
+            self._requeue()
+            self._scheduler_failures += 1
+            self._watch.event("scheduler.failed", error=str(error))
+            if self._scheduler_failures >= SCHEDULER_TRIES:
+                raise EngineError(
+                    f"the scheduler failed {SCHEDULER_TRIES} times in a row: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            return None
+        self._scheduler_failures = 0
+        for sequence in round_.preempted:
+            self._counters.num_preemptions += 1
+            self._watch.event("sequence.preempted", request_id=sequence.request.request_id)
+        self._requeue()
+        if not round_.grants:
+            return None
+        self._counters.num_steps += 1
+        for grant in round_.grants.values():
+            state, _ = self._members[grant.sequence.sequence_id]
+            if state.started_s is None:
+                state.started_s = round_.now_s
+        return self._stepper.launch(self._counters.num_steps, list(round_.grants.values()))
+
+    def _requeue(self) -> None:
+        """Put every sequence on the list its phase says; both lists keep their order."""
+        moved = [s for s in self._running if s.phase is Phase.WAITING]
+        admitted = [s for s in self._waiting if s.phase is Phase.RUNNING]
+        if moved or any(s.phase is not Phase.RUNNING for s in self._running):
+            self._running = [s for s in self._running if s.phase is Phase.RUNNING]
+        if admitted or any(s.phase is not Phase.WAITING for s in self._waiting):
+            self._waiting = [s for s in self._waiting if s.phase is Phase.WAITING]
+        self._running += admitted
+        if moved:
+            self._waiting += moved
+            self._waiting.sort(key=lambda s: (s.arrival_s, s.sequence_id))
+
+    def _settle(self, flight: Flight) -> None:
+        """The step is over on the device: books, forks, offenders."""
+        self._counters.num_computed_tokens += sum(grant.count for grant in flight.grants)
+        for grant in flight.returned:
+            undo_grant(self._parts.cache, grant)
+        if flight.failed:
+            self._counters.num_failed_steps += 1
+        for sequence, message in flight.failed:
+            self._watch.event("step.failed", error=message)
+            self._finish(sequence, FinishReason.ERROR, message)
+        for grant in flight.grants:
+            sequence = grant.sequence
+            if sequence.index == 0 and sequence.request.params.n > 1:
+                if grant.start < sequence.num_prompt_tokens <= grant.stop:
+                    self._release_siblings(sequence, share=True)
+        self._requeue()
+
+    def _look_at(self, flight: Flight) -> None:
+        """The host's half of a step: tokens become known, outputs grow and end."""
+        for sequence, position, report in flight.scored:
+            state, _ = self._members.get(sequence.sequence_id, (None, None))
+            if state is None:
+                continue
+            if isinstance(report, RowFailure):
+                self._finish(
+                    sequence, FinishReason.ERROR, f"prompt token {position}: {report.message}"
+                )
+                continue
+            state.prompt_logprobs[position] = report
+            sequence.num_scored = position
+        for drawn in flight.drawn:
+            self._take(drawn)
+        for grant in flight.grants:
+            sequence = grant.sequence
+            done = sequence.num_computed >= sequence.num_prompt_tokens
+            if done and sequence.num_tokens >= sequence.limit and not sequence.num_pending:
+                self._finish(sequence, FinishReason.LENGTH)
+        self._requeue()
+        self._watch.event("step.done", tokens=sum(grant.count for grant in flight.grants))
+
+    def _take(self, drawn: Drawn) -> None:
+        """A token of one output became known."""
+        sequence = drawn.sequence
+        if sequence.phase is Phase.FINISHED:
+            return
+        sequence.num_pending -= 1
+        if drawn.failure is not None:
+            self._finish(sequence, FinishReason.ERROR, drawn.failure)
+            return
+        state, member = self._members[sequence.sequence_id]
+        if state.first_token_s is None:
+            state.first_token_s = self._clock()
+        sequence.append(drawn.token_id)
+        self._counters.num_output_tokens += 1
+        if member.history is not None:
+            member.history.append([drawn.token_id])
+        is_last = sequence.num_known >= sequence.limit
+        delta = member.stream.push(drawn.token_id, drawn.logprob, is_last=is_last)
+        if delta.finished:
+            self._close_sequence(state, sequence, delta)
+        self._outbox.append(delta)
+
+    def _row_params(self, sequence: Sequence) -> RowParams:
+        _, member = self._members[sequence.sequence_id]
+        return RowParams(
+            params=sequence.request.params,
+            seed=sequence.seed,
+            position=sequence.num_known,
+            num_output=sequence.num_known - sequence.num_prompt_tokens,
+            history=member.history,
+            eos_token_ids=self._parts.eos_token_ids,
+        )
+
+    # ------------------------------------------------------------------------------- endings
+
+    def _end_unwanted(self) -> None:
+        """Aborts and deadlines."""
+        now_s = self._clock()
+        for state in list(self._requests.values()):
+            late = state.deadline_s is not None and now_s >= state.deadline_s
+            if not state.abort and not late:
+                continue
+            reason = FinishReason.ABORT if state.abort else FinishReason.DEADLINE
+            for member in state.alive:
+                self._finish(member.sequence, reason)
+        self._requeue()
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """End an output for another reason than a token."""
+        if sequence.phase is Phase.FINISHED:
+            return
+        state, member = self._members[sequence.sequence_id]
+        delta = member.stream.finish(reason, error)
+        self._close_sequence(state, sequence, delta)
+        self._outbox.append(delta)
+
+    def _close_sequence(self, state: RequestState, sequence: Sequence, delta: Delta) -> None:
+        """Give back everything an output held; with the last one the request is over."""
+        sequence.phase = Phase.FINISHED
+        sequence.finish_reason = delta.finish_reason
+        self._parts.cache.release(sequence.sequence_id)
+        del self._members[sequence.sequence_id]
+        if sequence.index == 0:
+            self._release_siblings(sequence, share=False, state=state)
+        if state.alive:
+            return
+        request_id = state.request.request_id
+        del self._requests[request_id]
+        result = state.result(self._clock(), invariant=self._parts.invariant)
+        self._results[request_id] = result
+        if len(self._results) > KEPT_RESULTS:
+            self._results.popitem(last=False)
+        self._counters.num_finished += 1
+        self._counters.num_failed += result.error is not None
+        self._counters.num_cached_tokens += result.cached_tokens
+        self._watch.event(
+            "request.finished",
+            request_id=request_id,
+            reason=str(delta.finish_reason),
+            output_tokens=sum(len(output.token_ids) for output in result.outputs),
+            cached_tokens=result.cached_tokens,
+            ttft_s=result.ttft_s,
+            total_s=result.total_s,
+            queue_s=result.queue_s,
+        )
+
+    def _release_siblings(
+        self, first: Sequence, *, share: bool, state: RequestState | None = None
+    ) -> None:
+        """Let the other outputs of a request go on, with a copy of the prompt's state if possible.
+
+        They share all of the prompt but its last token, which each computes again for logits of
+        its own.
+        """
+        state = state or self._members[first.sequence_id][0]
+        common = first.num_prompt_tokens - 1
+        for member in state.members[1:]:
+            sequence = member.sequence
+            if sequence.phase is not Phase.HELD:
+                continue
+            if share and self._parts.cache.fork(first.sequence_id, sequence.sequence_id, common):
+                sequence.opened = True
+                sequence.num_computed = sequence.num_committed = common
+                sequence.write_floor, sequence.visible_from = 0, first.visible_from
+                sequence.phase = Phase.RUNNING
+                self._running.append(sequence)
+            else:
+                sequence.phase = Phase.WAITING
+                self._waiting.append(sequence)
+
+    def _fail(self, error: EngineError) -> None:
+        """The engine cannot go on: every stream ends with an error."""
+        self._failure = error
+        self._watch.event("engine.failed", error=str(error))
+        for state in list(self._requests.values()):
+            for member in state.alive:
+                self._finish(member.sequence, FinishReason.ERROR, f"the engine failed: {error}")
+        self._running, self._waiting, self._flight = [], [], None
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine cannot go on, or None."""
+        return self._failure
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine is closed; make a new one")
+        if self._failure is not None:
+            kind = DeviceLostError if isinstance(self._failure, DeviceLostError) else EngineError
+            raise kind(f"the engine has failed and takes no requests: {self._failure}")
+
+    def close(self) -> None:
+        """End everything and give memory back; may be called twice."""
+        if self._closed:
+            return
+        for state in list(self._requests.values()):
+            for member in state.alive:
+                self._finish(member.sequence, FinishReason.ABORT)
+        self._closed = True
+        self._parts.executor.close()
+        self._watch.close()
+        self._parts.close()
+
+    def __enter__(self) -> Engine:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Close."""
+        self.close()

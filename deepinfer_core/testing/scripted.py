@@ -75,7 +75,8 @@ class ScriptedEngine:
         config: limits of the engine; default as `EngineConfig`.
         max_model_len: tokens a sequence may have.
         poison: requests whose prompt contains this text fail after their first token.
-        before_step: called at the start of each step with the step's number; may raise or wait.
+        before_step: called at the start of each step with the step's number; may wait, or raise an
+            EngineError to make the engine fail.
         clock: seconds.
     """
 
@@ -98,11 +99,11 @@ class ScriptedEngine:
         self.most_alive = 0
         self._poison = poison
         self._before_step = before_step
-        self._clock = clock
+        self.clock = clock
         self._alive: dict[str, _Alive] = {}
         self._results: dict[str, RequestOutput] = {}
         self._generated = 0
-        self._failed = False
+        self.failure: EngineError | None = None
 
     @property
     def has_work(self) -> bool:
@@ -125,7 +126,7 @@ class ScriptedEngine:
                 f"the prompt has {len(request.prompt_token_ids)} tokens, "
                 f"the context {self.max_model_len}"
             )
-        if len(self._alive) - self.config.engine.max_sequences >= self.config.engine.max_waiting:
+        if self.stats().waiting > self.config.engine.max_waiting:
             raise AdmissionError("the queue is full")
         outputs = range(request.params.n)
         self.submitted.append(request)
@@ -142,15 +143,18 @@ class ScriptedEngine:
 
     def step(self) -> list[Delta]:
         """Give every running output one token."""
-        self._check_usable()
+        if self.closed:
+            raise EngineClosedError("the engine is closed")
         self.steps += 1
+        deltas: list[Delta] = []
         try:
             if self._before_step is not None:
                 self._before_step(self.steps)
-        except Exception:
-            self._failed = True
-            raise
-        deltas: list[Delta] = []
+        except EngineError as error:
+            self.failure = error
+            for alive in list(self._alive.values()):
+                deltas += self._end(alive, FinishReason.ERROR, f"the engine failed: {error}")
+            return deltas
         for alive in list(self._alive.values())[: self.config.engine.max_sequences]:
             deltas += self._advance(alive)
         for alive in [alive for alive in self._alive.values() if alive.aborted]:
@@ -175,11 +179,11 @@ class ScriptedEngine:
     def _check_usable(self) -> None:
         if self.closed:
             raise EngineClosedError("the engine is closed")
-        if self._failed:
-            raise EngineError("the engine has failed")
+        if self.failure is not None:
+            raise EngineError(f"the engine has failed: {self.failure}")
 
     def _advance(self, alive: _Alive) -> list[Delta]:
-        now = self._clock()
+        now = self.clock()
         alive.started_s = now if alive.started_s is None else alive.started_s
         params, prompt = alive.request.params, alive.request.prompt_token_ids
         if alive.aborted:
@@ -250,7 +254,7 @@ class ScriptedEngine:
             self._results[request.request_id] = self._result(alive, error)
 
     def _result(self, alive: _Alive, error: str | None) -> RequestOutput:
-        request, now = alive.request, self._clock()
+        request, now = alive.request, self.clock()
         scored: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
             scored = (None, *(_certain(token) for token in request.prompt_token_ids[1:]))

@@ -92,7 +92,7 @@ def test_a_request_carries_what_was_asked() -> None:
         options: dict[str, Any] = {"priority": -2, "deadline_s": 5.0, "cache_salt": "tenant"}
         await front.generate("a", SamplingParams(max_tokens=1), **options).wait()
 
-    run(engine, body, clock=lambda: 100.0)
+    run(engine, body)
     (request,) = engine.submitted
     assert (request.priority, request.cache_salt) == (-2, "tenant")
     assert (request.arrival_s, request.deadline_s) == (100.0, 105.0)
@@ -318,14 +318,33 @@ def test_a_failed_engine_ends_every_stream_and_refuses_new_ones() -> None:
 
     async def body(engine: AsyncEngine) -> None:
         streams = [engine.generate([97] * 9) for _ in range(3)]
-        ends = await asyncio.gather(*(s.wait() for s in streams), return_exceptions=True)
-        assert [str(end) for end in ends] == ["the engine has failed: the device is gone"] * 3
-        assert all(isinstance(end, EngineError) for end in ends)
+        ends = [await stream.wait() for stream in streams]
+        assert [end.error for end in ends] == ["the engine failed: the device is gone"] * 3
         with pytest.raises(EngineError, match="the device is gone"):
             await engine.generate("more").wait()
-        with pytest.raises(EngineError, match="the device is gone"):
+        assert engine.failure == "the device is gone"
+
+    run(scripted, body)
+    assert scripted.closed
+
+
+def test_a_step_that_breaks_ends_every_stream_and_refuses_new_ones() -> None:
+    def fail(step: int) -> None:
+        if step == 2:
+            raise ZeroDivisionError("a defect")
+
+    scripted = ScriptedEngine(before_step=fail)
+
+    async def body(engine: AsyncEngine) -> None:
+        streams = [engine.generate([97] * 9) for _ in range(3)]
+        ends = await asyncio.gather(*(s.wait() for s in streams), return_exceptions=True)
+        assert [str(end) for end in ends] == ["the engine has failed: a defect"] * 3
+        assert all(isinstance(end, EngineError) for end in ends)
+        with pytest.raises(EngineError, match="a defect"):
+            await engine.generate("more").wait()
+        with pytest.raises(EngineError, match="a defect"):
             await engine.stats()
-        assert engine.failure == "the engine has failed: the device is gone"
+        assert engine.failure == "the engine has failed: a defect"
 
     run(scripted, body)
     assert scripted.closed

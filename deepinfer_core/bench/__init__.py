@@ -1,0 +1,1 @@
+"""Measures engines: workloads, loads, percentiles and the two Pareto pictures."""

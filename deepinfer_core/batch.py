@@ -1,9 +1,9 @@
 """What the host decided for one step, and what came back.
 
-A batch is a flat list of tokens. Decode rows, chunks of prefill, replayed rows and draft tokens under
-verification are all just tokens with a sequence, a position, a write slot (or none) and a lower bound
-of visibility. Arrays are numpy and small, so a batch can be pickled to worker processes; ``runner`` is
-the only place that turns it into device tensors.
+A batch is a flat list of tokens. Decode rows, chunks of prefill, replayed rows and draft tokens
+under verification are all just tokens with a sequence, a position, a write slot (or none) and a
+lower bound of visibility. Arrays are numpy and small, so a batch can be pickled to worker
+processes; ``runner`` is the only place that turns it into device tensors.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class GroupBatch:
     """How one cache group is addressed in one step.
 
     Attributes:
-        block_tables: [num_sequences, max_pages], int32; page of tokens ``i*page_size ...``; -1 where a
-            sequence holds no page (padding, or a window page already given back).
-        write_slots: [num_tokens], int64; ``page * page_size + offset``, or NO_SLOT for tokens that must
-            not be written (replayed rows below the write floor).
+        block_tables: [num_sequences, max_pages], int32; page of tokens ``i*page_size ...``; -1
+            where a sequence holds no page (padding, or a window page already given back).
+        write_slots: [num_tokens], int64; ``page * page_size + offset``, or NO_SLOT for tokens that
+            must not be written (replayed rows below the write floor).
         visible_from: [num_sequences], int32; no token of the sequence sees state of this group at a
             lower position (replay start, decoder cut); the group's window applies besides.
     """
@@ -61,12 +61,14 @@ class Batch:
         token_sources: [num_tokens], int32; index into the tokens sampled by the previous step that
             supplies the id (it need not be known to the host yet), or -1.
         positions: [num_tokens], int32; absolute position in the sequence.
-        query_starts: [num_sequences + 1], int32; tokens ``query_starts[i]:query_starts[i+1]`` belong to
-            sequence i.
+        query_starts: [num_sequences + 1], int32; tokens ``query_starts[i]:query_starts[i+1]``
+            belong to sequence i.
         context_lengths: [num_sequences], int32; positions below this exist once the step has run.
-        num_drafts: [num_sequences], int32; how many of the sequence's last tokens are drafts to verify.
+        num_drafts: [num_sequences], int32; how many of the sequence's last tokens are drafts to
+            verify.
         logit_rows: [num_logits], int32; token rows whose logits are wanted, ascending.
-        logit_sequences: [num_logits], int32; batch index of the sequence each wanted row belongs to.
+        logit_sequences: [num_logits], int32; batch index of the sequence each wanted row belongs
+            to.
         keep_from: [num_sequences], int32; a model that truncates its decoder may drop rows at lower
             positions between two layers (0: keep all).
         groups: one ``GroupBatch`` per cache group of the model.

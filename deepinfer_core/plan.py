@@ -35,11 +35,11 @@ class ModelFacts:
     name: str
     architecture: str
     checkpoint: str = ""
-    head_dims: tuple[int, ...] = field(default=(), converter=tuple)
-    groups: tuple[Any, ...] = field(default=(), converter=tuple)
+    head_dims: tuple[int, ...] = ()
+    groups: tuple[Any, ...] = ()
     max_position: int = 0
     dtype: str = ""
-    needs: frozenset[str] = field(default=frozenset(), converter=frozenset)
+    needs: frozenset[str] = frozenset()
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,7 @@ class ModelStep:
 
     def __init__(
         self,
+        *,
         batch: Batch,
         token_ids: Tensor,
         attention: Attention,
@@ -121,6 +122,13 @@ class LocalExecutor:
             rows = torch.from_numpy(sourced.nonzero()[0]).to(device)
             sources = torch.from_numpy(batch.token_sources[sourced]).to(device, torch.int64)
             token_ids[rows] = sampled[sources]
-        step = ModelStep(batch, token_ids, self._attention, self._storages, self._group_of, device)
+        step = ModelStep(
+            batch=batch,
+            token_ids=token_ids,
+            attention=self._attention,
+            storages=self._storages,
+            group_of=self._group_of,
+            device=device,
+        )
         hidden = self._model.forward(step)
         return LocalOutput(self._model, hidden, step.taps)

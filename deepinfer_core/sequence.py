@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from enum import Enum
+from typing import overload
 
 import numpy as np
 
@@ -25,19 +26,40 @@ class Phase(Enum):
     """Over; its number means nothing any more."""
 
 
+class TokenView(Items[int]):
+    """Token ids of a sequence without a copy; valid until the sequence grows."""
+
+    def __init__(self, tokens: Int32, length: int) -> None:
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        part = self._tokens[: self._length][at]
+        result: int | list[int] = part.tolist()
+        return result
+
+
 class Sequence:
     """Tokens, progress and phase of one output. What ``SequenceView`` shows is read from here.
 
     Attributes:
         num_computed: positions whose state exists or is being computed by the step in flight.
         num_committed: positions whose state is final.
-        num_pending: tokens that were sampled, or are about to be, and are not known here yet (0 or 1).
+        num_pending: tokens that were sampled, or are about to be, and are not known here yet (0 or
+            1).
         write_floor: positions below it came from a cache and are never written.
         visible_from: per cache group, lowest visible position.
     """
 
     def __init__(
         self,
+        *,
         sequence_id: int,
         request: Request,
         index: int,
@@ -112,6 +134,11 @@ class Sequence:
     def known(self, start: int = 0, stop: int | None = None) -> Int32:
         """[n], int32: known tokens of a range of positions. Do not modify."""
         return self._tokens[start : self._length if stop is None else min(stop, self._length)]
+
+    @property
+    def tokens(self) -> Items[int]:
+        """Every known token, as a list-like view that costs nothing to make."""
+        return TokenView(self._tokens, self._length)
 
     def append(self, token_id: int) -> None:
         """A sampled token became known."""

@@ -85,7 +85,7 @@ def assemble(
     Raises:
         DeepInferError: whatever makes the engine impossible.
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ if environ is None else environ  # noqa: TID251 - read once, here
     config = apply_environ(config, environ)
     host = PluginHost(plugins, config=config.plugins, discover=discover)
     plan, found = plan_model(config, host, environ, progress=progress)
@@ -195,8 +195,8 @@ class _Builder:
         drafter = self._plan.part(Slot.DRAFTER)
         if drafter is not None and drafter.name != "none":
             raise CompositionError(
-                f"drafter {drafter.name!r}: this version composes drafters and checks them, but its "
-                "engine does not verify drafts yet; set drafter.use to 'none'"
+                f"drafter {drafter.name!r}: this version composes drafters and checks them, but "
+                "its engine does not verify drafts yet; set drafter.use to 'none'"
             )
 
     def _spec(self, dtype: str) -> ModelSpec:

@@ -46,6 +46,7 @@ def logit_rows(grants: Items[Grant]) -> list[LogitRow]:
 
 
 def build_batch(
+    *,
     step: int,
     grants: Items[Grant],
     rows: Items[LogitRow],
@@ -62,8 +63,8 @@ def build_batch(
         rows: as ``logit_rows`` returned them.
         cache: for block tables.
         groups: the model's cache groups.
-        sampled_rows: sequence id -> row of the previous step's samples, for tokens the host does not
-            know yet.
+        sampled_rows: sequence id -> row of the previous step's samples, for tokens the host does
+            not know yet.
         copies: page copies to make first.
     """
     counts = np.array([grant.count for grant in grants], np.int32)
@@ -98,7 +99,14 @@ def build_batch(
         logit_sequences=owners,
         keep_from=none,
         groups=tuple(
-            _group(index, spec, grants, starts, positions, cache)
+            _group(
+                index=index,
+                spec=spec,
+                grants=grants,
+                starts=starts,
+                positions=positions,
+                cache=cache,
+            )
             for index, spec in enumerate(groups)
         ),
         copies=copies,
@@ -106,6 +114,7 @@ def build_batch(
 
 
 def _group(
+    *,
     index: int,
     spec: CacheGroupSpec,
     grants: Items[Grant],

@@ -1,9 +1,9 @@
 """Engine: requests in, deltas out, one round a step.
 
-A round is: schedule step N, launch its forward pass, look at the tokens of step N - 1 while it runs, then
-draw the tokens of N. With ``overlap`` off the tokens of N are looked at in the same step; results are
-the same. ``assembly`` builds the parts, ``round`` enforces limits, ``stepper`` runs steps and finds
-offenders; this module keeps the books.
+A round is: schedule step N, launch its forward pass, look at the tokens of step N - 1 while it
+runs, then draw the tokens of N. With ``overlap`` off the tokens of N are looked at in the same
+step; results are the same. ``assembly`` builds the parts, ``round`` enforces limits, ``stepper``
+runs steps and finds offenders; this module keeps the books.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Engine:
         """
         if self._parts.tokenizer is None:
             raise EngineError(f"this model has no tokenizer: {self._parts.tokenizer_error}")
-        return self._parts.tokenizer
+        tokenizer: Tokenizer = self._parts.tokenizer
+        return tokenizer
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -213,7 +214,14 @@ class Engine:
 
     def _add_member(self, state: RequestState, index: int, limit: int, seed: int) -> None:
         request, params = state.request, state.request.params
-        sequence = Sequence(self._next_id, request, index, state.arrival_s, limit, seed)
+        sequence = Sequence(
+            sequence_id=self._next_id,
+            request=request,
+            index=index,
+            arrival_s=state.arrival_s,
+            limit=limit,
+            seed=seed,
+        )
         self._next_id += 1
         stream = OutputStream(
             request.request_id, index, params, self._parts.eos_token_ids, self._detokenizer(request)
@@ -348,9 +356,9 @@ class Engine:
             self._finish(sequence, FinishReason.ERROR, message)
         for grant in flight.grants:
             sequence = grant.sequence
-            if sequence.index == 0 and sequence.request.params.n > 1:
-                if grant.start < sequence.num_prompt_tokens <= grant.stop:
-                    self._release_siblings(sequence, share=True)
+            has_siblings = sequence.index == 0 and sequence.request.params.n > 1
+            if has_siblings and grant.start < sequence.num_prompt_tokens <= grant.stop:
+                self._release_siblings(sequence, share=True)
         self._requeue()
 
     def _look_at(self, flight: Flight) -> None:

@@ -60,12 +60,10 @@ class OutputStream:
             text, matched = self._stops.push(self._detokenizer.push([token_id]))
         if not enough:
             matched = None
-        if matched is not None:
-            return self._end(FinishReason.STOP, text, matched, (token_id,), logprobs)
-        if ended:
-            return self._end(FinishReason.STOP, text, token_id, (token_id,), logprobs)
-        if is_last:
-            return self._end(FinishReason.LENGTH, text, None, (token_id,), logprobs)
+        if matched is not None or ended or is_last:
+            stop = matched if matched is not None else token_id if ended else None
+            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+            return self._end(reason, text=text, stop=stop, token_ids=(token_id,), logprobs=logprobs)
         self._texts.append(text)
         return Delta(
             request_id=self._request_id, index=self._index, token_ids=(token_id,), text=text,
@@ -74,15 +72,16 @@ class OutputStream:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the output for another reason than a token."""
-        return self._end(reason, "", None, (), (), error)
+        return self._end(reason, error=error)
 
     def _end(
         self,
         reason: FinishReason,
-        text: str,
-        stop: str | int | None,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
+        *,
+        text: str = "",
+        stop: str | int | None = None,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
     ) -> Delta:
         if self._detokenizer is not None and not isinstance(stop, str):

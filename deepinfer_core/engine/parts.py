@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.interfaces.accelerator import Accelerator
@@ -37,8 +37,8 @@ class EngineParts:
         invariant: whether a row's numbers do not depend on its batch.
         overlap: whether the host looks at a step's tokens while the next one runs.
         tokenizer: None if the checkpoint carries none; ``tokenizer_error`` says why.
-        detokenizer: ``(skip_special_tokens, prompt_token_ids) -> StreamDetokenizer``, None without a
-            tokenizer.
+        detokenizer: ``(skip_special_tokens, prompt_token_ids) -> StreamDetokenizer``, None without
+            a tokenizer.
         recipe: renders conversations; None if there is none, ``recipe_error`` says why.
         close: gives back what nothing else does (checkpoint files).
     """
@@ -53,7 +53,7 @@ class EngineParts:
     observers: tuple[tuple[str, Observer], ...] = ()
     max_length: int
     capacity: int
-    eos_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
+    eos_token_ids: tuple[int, ...] = ()
     invariant: bool = False
     overlap: bool = False
     tokenizer: Any = None

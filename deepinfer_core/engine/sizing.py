@@ -14,8 +14,8 @@ DEFAULT_SEQUENCES = 16
 def page_counts(spec: ModelSpec, options: EngineOptions, free_bytes: int) -> tuple[int, ...]:
     """Pages of each group.
 
-    The groups share the memory so that they run out together: each gets pages in proportion to what one
-    long sequence needs of it.
+    The groups share the memory so that they run out together: each gets pages in proportion to what
+    one long sequence needs of it.
 
     Args:
         spec: the model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from deepinfer_core.interfaces.cache import CacheUsage
 
@@ -35,7 +35,7 @@ class EngineStats:
 
     running: int
     waiting: int
-    pages: tuple[CacheUsage, ...] = field(converter=tuple)
+    pages: tuple[CacheUsage, ...]
     num_steps: int
     num_requests: int
     num_finished: int

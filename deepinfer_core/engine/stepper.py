@@ -1,8 +1,8 @@
 """One step: run its batch, draw its tokens, and find out who is to blame when it fails.
 
 A step is a transaction. Nothing of it counts until its forward pass and its draws succeeded; when
-they raise, the step is repeated without the rows admitted in it, then halved, until only offenders are
-left.
+they raise, the step is repeated without the rows admitted in it, then halved, until only offenders
+are left.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class Stepper:
     def _launch(self, flight: Flight) -> None:
         self._copies += self._cache.take_copies()
         batch = build_batch(
-            flight.step,
-            flight.grants,
-            flight.rows,
-            self._cache,
-            self._groups,
-            self._sampled_rows,
-            self._copies,
+            step=flight.step,
+            grants=flight.grants,
+            rows=flight.rows,
+            cache=self._cache,
+            groups=self._groups,
+            sampled_rows=self._sampled_rows,
+            copies=self._copies,
         )
         flight.pending = self._executor.launch(batch)
         self._copies = ()
@@ -145,7 +145,7 @@ class Stepper:
             if sequence.phase is Phase.FINISHED:
                 continue
             sequence.num_committed = grant.stop
-            self._cache.commit(sequence.sequence_id, grant.stop, sequence.known(0, grant.stop))
+            self._cache.commit(sequence.sequence_id, grant.stop, sequence.tokens)
         flight.drawn, flight.scored = drawn, scored
 
     def _evaluate(self, flight: Flight, output: StepOutput) -> Any:

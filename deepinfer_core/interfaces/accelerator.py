@@ -75,7 +75,7 @@ class Accelerator(Protocol):
         ...
 
     def pad_tokens(self, num_tokens: int) -> int:
-        """Number of token rows a step of ``num_tokens`` is padded to (captured graphs); >= num_tokens."""
+        """Token rows a step of ``num_tokens`` is padded to (captured graphs); >= num_tokens."""
         ...
 
     def is_lost(self, error: BaseException) -> bool:

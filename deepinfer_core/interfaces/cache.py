@@ -1,8 +1,8 @@
 """Slot ``cache``: the owner of device pages, their block tables, and what may be shared.
 
-The engine talks to it by sequence id. Positions of a sequence go through three states: *reserved* (a page
-is there), *committed* (the token's state is final and the cache may share it), *released*. Everything is
-arithmetic on the host; pages move only through the ``PageCopy``s a cache hands out.
+The engine talks to it by sequence id. Positions of a sequence go through three states: *reserved*
+(a page is there), *committed* (the token's state is final and the cache may share it), *released*.
+Everything is arithmetic on the host; pages move only through the ``PageCopy``s a cache hands out.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class CacheUsage:
 class Cache(Protocol):
     """Owner of the pages of every group. Called from the engine's thread only.
 
-    Laws (``deepinfer_core.testing.contracts.CacheContract`` checks them): every page is free, reusable or
-    used, never two of these; no page is written by two sequences; after every sequence is released,
-    ``used`` is 0 for every group; a failed call changes nothing.
+    Laws (``deepinfer_core.testing.contracts.CacheContract`` checks them): every page is free,
+    reusable or used, never two of these; no page is written by two sequences; after every sequence
+    is released, ``used`` is 0 for every group; a failed call changes nothing.
     """
 
     def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
@@ -113,7 +113,7 @@ class Cache(Protocol):
         ...
 
     def rollback(self, sequence_id: int, num_tokens: int) -> None:
-        """Give back reserved pages beyond position ``num_tokens``; never below what was committed."""
+        """Give back reserved pages beyond position ``num_tokens``, not below what was committed."""
         ...
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> bool:

@@ -29,7 +29,7 @@ class Matcher(Protocol):
     """State of one output under one grammar."""
 
     def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
-        """Write the tokens allowed next: [ceil(vocab_size / 32)], bit i of word w is token 32*w + i."""
+        """Write what may follow: [ceil(vocab_size / 32)], bit i of word w is token 32*w + i."""
         ...
 
     def accept(self, token_id: int) -> bool:
@@ -53,7 +53,7 @@ class Constraint(Protocol):
     """A compiler of grammars. ``compile`` runs off the engine's thread."""
 
     def compile(self, kind: str, source: Any) -> Matcher:
-        """Compile ``kind`` in ("json_schema", "regex", "ebnf", "choice"); RequestError if it is bad."""
+        """Compile a "json_schema", "regex", "ebnf" or "choice"; RequestError if it is bad."""
         ...
 
     def kinds(self) -> Sequence[str]:

@@ -67,10 +67,11 @@ class Draft:
 
     Attributes:
         token_ids: at most ``limit`` proposals for the positions after the anchor.
-        confidences: for each, the estimated probability that it is accepted given that those before it
-            were; same length.
-        distributions: [num_drafts, vocab_size], float32, the filtered distribution each was drawn from;
-            None for deterministic proposals (a point mass on the token). Needed by ``rejection``.
+        confidences: for each, the estimated probability that it is accepted given that those before
+            it were; same length.
+        distributions: [num_drafts, vocab_size], float32, the filtered distribution each was drawn
+            from; None for deterministic proposals (a point mass on the token). Needed by
+            ``rejection``.
     """
 
     token_ids: tuple[int, ...] = field(default=(), converter=_ids)
@@ -81,8 +82,8 @@ class Draft:
 class Drafter(Protocol):
     """A proposer of tokens. Wrong drafts cost time, never correctness.
 
-    ``taps`` names target layers whose output the drafter reads; the core then calls ``observe`` with
-    them for every computed row that was committed, prefill included.
+    ``taps`` names target layers whose output the drafter reads; the core then calls ``observe``
+    with them for every computed row that was committed, prefill included.
     """
 
     taps: tuple[str, ...]

@@ -22,8 +22,8 @@ class EvictionContext:
 class Eviction(Protocol):
     """An order over reusable entries. The cache tells it what happens and asks for victims.
 
-    An entry is *added* once, then *touched* any number of times, *pinned* and *unpinned* in pairs (pins
-    count), and leaves by ``victim`` or ``remove``.
+    An entry is *added* once, then *touched* any number of times, *pinned* and *unpinned* in pairs
+    (pins count), and leaves by ``victim`` or ``remove``.
     """
 
     def add(self, key: Hashable, *, cost: int = 1) -> None:

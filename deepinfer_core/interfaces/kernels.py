@@ -1,7 +1,7 @@
 """Slot ``kernels``: sets of op providers.
 
-An op is a named operation of ``deepinfer_core.ops`` with a reference in plain torch that is also its
-specification. A provider is one implementation of one op, with a reason when it cannot serve.
+An op is a named operation of ``deepinfer_core.ops`` with a reference in plain torch that is also
+its specification. A provider is one implementation of one op, with a reason when it cannot serve.
 """
 
 from __future__ import annotations

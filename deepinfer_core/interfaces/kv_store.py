@@ -37,7 +37,8 @@ class StoredPage:
 class KvStore(Protocol):
     """A store of pages by key. Safe to call from several threads.
 
-    A store may lose pages at any time (``get`` then returns None), but never returns anything else than
+    A store may lose pages at any time (``get`` then returns None), but never returns anything else
+    than
     what was put under the key, and never fails a request: errors become misses.
     """
 

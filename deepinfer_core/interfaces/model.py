@@ -66,8 +66,8 @@ class ModelContext:
 class StepContext(Protocol):
     """One step as a model sees it. Lives for one forward pass.
 
-    A model calls ``attend`` with its layer number and never handles pages itself; models with layouts of
-    their own reach storage and plan through ``group``.
+    A model calls ``attend`` with its layer number and never handles pages itself; models with
+    layouts of their own reach storage and plan through ``group``.
     """
 
     batch: Batch

@@ -32,7 +32,8 @@ class Event:
 
 
 class Observer(Protocol):
-    """A listener. Called from the engine's thread; must return quickly and keep nothing it is given.
+    """A listener. Called from the engine's thread; must return quickly and keep nothing it is
+    given.
 
     An observer that raises is logged and dropped; it never disturbs the engine.
     """

@@ -1,7 +1,7 @@
 """Slot ``scheduler``: who takes part in the next step, with how many tokens.
 
-A scheduler is a policy. It sees the sequences and asks the round for grants; the core owns the pages and
-enforces every limit, so a policy can be slow or unfair but not unsafe.
+A scheduler is a policy. It sees the sequences and asks the round for grants; the core owns the
+pages and enforces every limit, so a policy can be slow or unfair but not unsafe.
 """
 
 from __future__ import annotations
@@ -119,10 +119,10 @@ class Round(Protocol):
     def grant(self, sequence: SequenceView, num_tokens: int) -> int:
         """Let a sequence take part with up to ``num_tokens`` of its remaining tokens.
 
-        Returns the number granted: ``num_tokens`` clipped to what remains and to ``tokens_left``, or 0
-        if the step is full, pages are short, or the sequence was preempted in this round. A waiting
-        sequence is admitted by its first grant; a stored prefix may then shorten what remains. Granting
-        twice in one round is an error.
+        Returns the number granted: ``num_tokens`` clipped to what remains and to ``tokens_left``,
+        or 0 if the step is full, pages are short, or the sequence was preempted in this round. A
+        waiting sequence is admitted by its first grant; a stored prefix may then shorten what
+        remains. Granting twice in one round is an error.
         """
         ...
 
@@ -142,8 +142,10 @@ class Scheduler(Protocol):
     """A scheduling policy. Called from the engine's thread, once a step."""
 
     def schedule(self, round: Round) -> None:
-        """Make grants. Laws (``SchedulerContract``): something is granted whenever something can be;
-        every sequence is served within a bounded number of rounds; the oldest of the most urgent
-        sequences is never preempted for the sake of others.
+        """Make grants.
+
+        Laws (``SchedulerContract``): something is granted whenever something can be; every sequence
+        is served within a bounded number of rounds; the oldest of the most urgent sequences is
+        never preempted for the sake of others.
         """
         ...

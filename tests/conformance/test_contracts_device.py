@@ -11,7 +11,7 @@ from deepinfer_core.components import Slot
 from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
 
-SLOTS = (Slot.CACHE, Slot.EVICTION, Slot.KV_STORE, Slot.ACCELERATOR)
+SLOTS = (Slot.CACHE, Slot.EVICTION, Slot.KV_STORE, Slot.ACCELERATOR, Slot.ATTENTION)
 
 
 def broken(slot: Slot) -> ModuleType:

@@ -6,6 +6,7 @@ import torch
 
 from deepinfer_core.sampling.filters import Candidates
 from deepinfer_core.sampling.rng import MASK64, gumbel_float, splitmix
+from deepinfer_core.sampling.select import where
 
 _MARGIN = 2.0  # rough noise is wrong by less than half of this
 
@@ -27,27 +28,25 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     ids, x = candidates.token_ids, candidates.x
     if ids.shape[0] == 1:
         return int(ids[0])
-    bits = splitmix(key, ids)
-    rough = _rough_gumbel(bits).add_(x)
-    near = torch.nonzero(rough >= rough.amax() - _MARGIN).squeeze(-1)
+    rough = _rough_gumbel(splitmix(key, ids)).add_(x)
+    near = where(rough >= rough.amax() - _MARGIN)
+    close = ids[near]
     if near.shape[0] == 1:
-        return int(ids[near])
-    exact = [
-        each + gumbel_float(each_bits)
-        for each, each_bits in zip(x[near].tolist(), bits[near].tolist(), strict=True)
-    ]
-    return int(ids[near[exact.index(max(exact))]])
+        return int(close)
+    bits = splitmix(key, close).tolist()
+    exact = [each + gumbel_float(own) for each, own in zip(x[near].tolist(), bits, strict=True)]
+    return int(close[exact.index(max(exact))])
 
 
 def _rough_gumbel(bits: torch.Tensor) -> torch.Tensor:
     """Return the noise in float32, by the device's own logarithm, within 1 of the exact one.
 
     Computed from ``1 - u``, which float32 resolves where the noise is large; the clamp is where
-    the noise is smallest (-2.8 instead of -3.6).
+    the noise is smallest (-2.8 instead of -3.6). ``bits`` is used up.
     """
-    complement = ((~bits) >> 12).bitwise_and_(2**52 - 1).to(torch.float32)
-    complement.add_(0.5).mul_(2.0**-52).clamp_(max=1.0 - 2.0**-24)
-    return complement.neg_().log1p_().neg_().log_().neg_()
+    bits.bitwise_not_().bitwise_right_shift_(12).bitwise_and_(2**52 - 1)
+    complement = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-52)).clamp_(min=2.0**-24 - 1.0)
+    return complement.log1p_().neg_().log_().neg_()
 
 
 def draw_masses(masses: torch.Tensor, bits: int) -> int:

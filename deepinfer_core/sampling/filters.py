@@ -19,7 +19,8 @@ import attrs
 import torch
 
 from deepinfer_core.requests import SamplingParams
-from deepinfer_core.sampling.portable import MASS_FLOOR, log_float, masses
+from deepinfer_core.sampling.portable import log_float, masses
+from deepinfer_core.sampling.select import head, where
 
 _FIRST_HEAD = 256  # most nuclei are smaller; the head grows while it is too short
 _HEAD_GROWTH = 16
@@ -41,29 +42,6 @@ class Candidates:
     def masses(self) -> torch.Tensor:
         """Return [num_candidates], int64: how likely each is, on the scale 2**40."""
         return masses(self.x)
-
-
-def head(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first tokens in the order of this module.
-
-    Args:
-        logits: [vocab], without NaN.
-        count: how many, from 0; at most the vocabulary.
-
-    Returns:
-        [count], int64.
-    """
-    count = min(count, logits.shape[0])
-    if count == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    if count == logits.shape[0]:
-        return torch.sort(logits, descending=True, stable=True).indices
-    values, ids = torch.topk(logits, count)
-    last = values[-1]
-    above = ids[values > last]
-    equal = torch.nonzero(logits == last).squeeze(-1)[: count - above.shape[0]]
-    found = torch.sort(torch.cat([above, equal])).values
-    return found[torch.sort(logits[found], descending=True, stable=True).indices]
 
 
 def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
@@ -104,17 +82,8 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return result
 
 
-def total_mass(logits: torch.Tensor, largest: float, temperature: float = 1.0) -> torch.Tensor:
-    """Return the sum of all masses of a row, int64 scalar."""
-    # Only tokens above the floor weigh anything; the margin covers rounding of the bound.
-    bound = largest + temperature * (MASS_FLOOR - 1.0) - abs(largest) * 1e-6
-    near = logits[logits >= bound]
-    x = (near.to(torch.float64) - largest) / temperature
-    return masses(x).sum()
-
-
 def _scaled(values: torch.Tensor, largest: float, params: SamplingParams) -> torch.Tensor:
-    return (values.to(torch.float64) - largest) / params.temperature
+    return values.to(torch.float64, copy=True).sub_(largest).div_(params.temperature)
 
 
 def _survivors(logits: torch.Tensor, largest: float, params: SamplingParams) -> torch.Tensor:
@@ -123,10 +92,10 @@ def _survivors(logits: torch.Tensor, largest: float, params: SamplingParams) -> 
     floor = log_float(params.min_p) if params.min_p > 0 else None
     if limit == vocab and params.top_p == 1.0 and floor is not None:
         x = _scaled(logits, largest, params)
-        return torch.nonzero(x >= floor).squeeze(-1)
+        return where(x >= floor)
     needed = None
     if params.top_p < 1.0:
-        total = total_mass(logits, largest, params.temperature)
+        total = masses(_scaled(logits, largest, params)).sum()
         needed = torch.ceil(total.to(torch.float64) * params.top_p).to(torch.int64)
     size = limit if needed is None and floor is None else min(limit, _FIRST_HEAD)
     while True:

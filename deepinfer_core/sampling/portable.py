@@ -23,7 +23,7 @@ MASS_BITS = 40
 Sums over a vocabulary of 2**22 tokens fit into int64."""
 
 MASS_FLOOR = -(MASS_BITS + 1) * math.log(2.0)
-"""At or below this x (about -28.4) the mass is 0."""
+"""Below this x (about -28.4) the mass is 0."""
 
 _STEPS = 256  # steps of the exponential's table in one octave
 _LOG_TERMS = 12
@@ -88,17 +88,14 @@ def masses(x: torch.Tensor) -> torch.Tensor:
         The shape of ``x``, int64, from 0 to 2**40. Sums are exact in any order.
     """
     step = math.log(2.0) / _STEPS
-    bounded = torch.clamp(x, min=MASS_FLOOR)
-    index = torch.round(bounded * (-1.0 / step))
-    rest = bounded + index * step
+    # A little below the floor every mass rounds to 0, and the table ends.
+    rest = torch.clamp(x, min=MASS_FLOOR - 0.25)
+    index = torch.round(rest * (-1.0 / step))
+    found = torch.index_select(_table(x.device), 0, index.to(torch.int64).flatten())
+    rest += index.mul_(step)
     series = rest * (1.0 / 6.0)
-    series = series + 0.5
-    series = series * rest
-    series = series + 1.0
-    series = series * rest
-    series = series + 1.0
-    found = _table(x.device)[index.to(torch.int64)] * series
-    return torch.where(x > MASS_FLOOR, torch.round(found), 0.0).to(torch.int64)
+    series.add_(0.5).mul_(rest).add_(1.0).mul_(rest).add_(1.0)
+    return series.mul_(found.view(x.shape)).round_().to(torch.int64)
 
 
 def log_float(x: float) -> float:

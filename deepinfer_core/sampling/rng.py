@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepinfer_core.sampling.portable import log, log_float
@@ -132,6 +133,21 @@ def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
+def _splitmix_host(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Do the same with numpy's unsigned integers, in half the passes."""
+    bits = index.numpy().view(np.uint64).reshape(-1) * np.uint64(_GAMMA & MASK64)
+    bits += np.uint64((key + _GAMMA) & MASK64)
+    shifted = bits >> np.uint64(30)
+    bits ^= shifted
+    bits *= np.uint64(_MIX_1 & MASK64)
+    np.right_shift(bits, np.uint64(27), out=shifted)
+    bits ^= shifted
+    bits *= np.uint64(_MIX_2 & MASK64)
+    np.right_shift(bits, np.uint64(31), out=shifted)
+    bits ^= shifted
+    return torch.from_numpy(bits.view(np.int64)).view(index.shape)
+
+
 def splitmix(key: int, index: torch.Tensor) -> torch.Tensor:
     """Return outputs of splitmix64 by their index.
 
@@ -142,6 +158,13 @@ def splitmix(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         The shape of ``index``, int64 holding the 64 bits.
     """
+    if index.device.type == "cpu":
+        return _splitmix_host(key, index)
+    return splitmix_device(key, index)
+
+
+def splitmix_device(key: int, index: torch.Tensor) -> torch.Tensor:
+    """Do the same in signed tensor arithmetic, as devices other than the host must."""
     bits = index.mul(_GAMMA).add_(_signed(key + _GAMMA))
     bits.bitwise_xor_(_shift_right(bits, 30)).mul_(_MIX_1)
     bits.bitwise_xor_(_shift_right(bits, 27)).mul_(_MIX_2)

@@ -13,9 +13,9 @@ import torch
 
 from deepinfer_core.errors import ExecutionError
 from deepinfer_core.requests import TokenLogprob
-from deepinfer_core.sampling.filters import head, total_mass
-from deepinfer_core.sampling.portable import MASS_BITS, log_float
+from deepinfer_core.sampling.portable import MASS_BITS, log_float, masses
 from deepinfer_core.sampling.rows import FailureKind, RowFailure
+from deepinfer_core.sampling.select import head
 
 
 def score_row(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
@@ -28,7 +28,8 @@ def score_row(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
     """
     values = logits.to(torch.float32)
     largest = float(values.amax())
-    normaliser = largest + log_float(float(total_mass(values, largest)) * 2.0**-MASS_BITS)
+    total = masses(values.to(torch.float64, copy=True).sub_(largest)).sum()
+    normaliser = largest + log_float(float(total) * 2.0**-MASS_BITS)
     chosen = values[token_id]
     rank = 1 + int((values > chosen).sum()) + int((values[:token_id] == chosen).sum())
     best = head(values, top)

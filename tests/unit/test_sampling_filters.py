@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepinfer_core.requests import SamplingParams
-from deepinfer_core.sampling.filters import candidates, distribution, head
+from deepinfer_core.sampling.filters import candidates, distribution
 from deepinfer_core.sampling.portable import masses
+from deepinfer_core.sampling.select import head, where
 
 # Few distinct values: most of these rows have ties everywhere.
 TIED = st.lists(
@@ -59,7 +60,13 @@ def test_survivors_by_definition(values: list[float], params: SamplingParams) ->
 @given(TIED, st.integers(0, 50))
 def test_head_is_the_order_with_lowest_ids_first(values: list[float], count: int) -> None:
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
-    assert head(torch.tensor(values), count).tolist() == order[:count]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert head(torch.tensor(values, dtype=dtype), count).tolist() == order[:count]
+
+
+def test_where_finds_all_places() -> None:
+    assert where(torch.tensor([False, True, True, False, True])).tolist() == [1, 2, 4]
+    assert where(torch.zeros(3, dtype=torch.bool)).shape == (0,)
 
 
 def warped(logits: torch.Tensor, name: str, value: float) -> torch.Tensor:

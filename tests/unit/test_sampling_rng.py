@@ -21,6 +21,7 @@ from deepinfer_core.sampling.rng import (
     output_seed,
     philox,
     splitmix,
+    splitmix_device,
     stream_key,
     uniform,
     uniform_bits,
@@ -79,8 +80,15 @@ def test_splitmix_gives_the_published_outputs() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
-    found = splitmix(1234567, torch.arange(5))
-    assert [bits & MASK64 for bits in found.tolist()] == expected
+    for function in (splitmix, splitmix_device):
+        found = function(1234567, torch.arange(5))
+        assert [bits & MASK64 for bits in found.tolist()] == expected
+
+
+@given(SEEDS, st.lists(st.integers(0, 2**31), min_size=1, max_size=4))
+def test_host_and_device_hash_alike(key: int, ids: list[int]) -> None:
+    for index in (torch.tensor(ids), torch.tensor(ids[0]), torch.tensor([ids]).T):
+        assert torch.equal(splitmix(key, index), splitmix_device(key, index))
 
 
 @given(SEEDS, POSITIONS, st.sampled_from(Purpose))
@@ -181,9 +189,9 @@ def test_masses(x: float) -> None:
 
 
 def test_masses_at_the_ends() -> None:
-    x = torch.tensor([0.0, -math.inf, MASS_FLOOR, MASS_FLOOR + 1e-6], dtype=torch.float64)
-    assert masses(x)[:3].tolist() == [2**40, 0, 0]
-    assert masses(x)[3] in (0, 1)
+    ends = [0.0, -math.inf, -1e300, MASS_FLOOR - 1e-6, MASS_FLOOR + 1e-3]
+    assert masses(torch.tensor(ends, dtype=torch.float64)).tolist() == [2**40, 0, 0, 0, 1]
+    assert masses(torch.empty(0, dtype=torch.float64)).shape == (0,)
 
 
 def test_functions_do_not_depend_on_the_place_in_a_tensor() -> None:

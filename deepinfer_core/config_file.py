@@ -70,16 +70,25 @@ def draft(table: Mapping[str, Any], source: str) -> Draft:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {path} is not UTF-8 text: {error}") from error
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        where = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        message = str(error)[: where.start()] if where else str(error)
-        place = f"{path}:{where[1]}:{where[2]}" if where else str(path)
-        raise ConfigError(f"configuration {place}: {message}") from error
+        raise ConfigError(f"configuration {path}:{_placed(str(error), text)}") from error
+
+
+def _placed(message: str, text: str) -> str:
+    """Move the place from the end of tomllib's message to its front, as compilers print it."""
+    found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message)
+    if found is None:
+        return f" {message}"
+    last = text.rstrip("\n").split("\n")
+    line, column = found[2] or len(last), found[3] or len(last[-1]) + 1
+    return f"{line}:{column}: {found[1]}"
 
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+")

@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 from typing import get_origin as _get_origin
 
@@ -59,6 +59,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or the known names, to end a message about an unknown one."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = close or [item for item in known if name and item.startswith(name)]
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else "; there are none"
@@ -99,6 +100,8 @@ def _refuse(value: object, type_: Any) -> Misfit:
 
 def _exact(*accepted: type) -> Callable[[Any, Any], Any]:
     def structure_exact(value: Any, type_: Any) -> Any:
+        if issubclass(type_, Enum):
+            return _enum(value, type_)
         if type(value) not in accepted:
             raise _refuse(value, type_)
         return type_(value)
@@ -223,7 +226,7 @@ def _invalid(
             continue
         try:
             validator(blank, fields[name], value)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ConfigError) as error:
             problems.append(Problem(name, _text(error)))
         except AttributeError:  # it looks at a missing field; the constructor decides
             continue
@@ -267,7 +270,9 @@ def _converter() -> cattrs.Converter:
     register(lambda type_: _origin(type_) is Literal, _literal)
     register(attrs.has, _class)
     for exact, accepted in {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.items():
+        # cattrs' own hooks for these go before predicates, also for enums derived from them.
         converter.register_structure_hook(exact, _exact(*accepted))
+    converter.register_structure_hook(Path, _path)
     return converter
 
 

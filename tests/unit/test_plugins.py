@@ -23,7 +23,8 @@ from deepinfer_core.errors import (
     PluginLoadError,
 )
 from deepinfer_core.hookspecs import hookimpl
-from deepinfer_core.plugins import BUILTIN, PluginHost
+from deepinfer_core.plugin_sources import BUILTIN
+from deepinfer_core.plugins import PluginHost
 from deepinfer_core.testing.plugins import offer, plugin
 
 GROUP = "deepinfer.plugins"
@@ -283,7 +284,7 @@ def test_import_failure_names_distribution_cause_and_remedy(
     assert (broken.distribution, broken.version, broken.stage) == ("acme-bad", "1.5", "import")
     assert cause in broken.cause
     assert broken.remedy
-    assert host.find(Slot.CACHE, "good")
+    assert host.find(Slot.CACHE, "good").name == "good"
     assert host.broken_line() == "broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor"
 
 

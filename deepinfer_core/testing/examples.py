@@ -100,6 +100,7 @@ class ChoiceMatcher:
     ) -> None:
         self._context = context
         self._choices = tuple(choices)
+        self._bytes = {choice[i : i + 1] for choice in choices for i in range(len(choice))}
         self._tokens = list(tokens)
 
     def fill_mask(self, mask: npt.NDArray[np.int32]) -> None:
@@ -141,13 +142,16 @@ class ChoiceMatcher:
         return b"".join(text(token) for token in self._tokens if not self._is_end(token))
 
     def _is_allowed(self, token_id: int) -> bool:
-        if not 0 <= token_id < self._context.vocab_size or any(map(self._is_end, self._tokens)):
+        if not 0 <= token_id < self._context.vocab_size:
             return False
-        if self._is_end(token_id):
-            return self._text() in self._choices
         piece = self._context.token_text(token_id)
-        text = self._text() + piece
-        return bool(piece) and any(choice.startswith(text) for choice in self._choices)
+        is_end = self._is_end(token_id)
+        if not (is_end or piece[:1] in self._bytes) or any(map(self._is_end, self._tokens)):
+            return False
+        text = self._text()
+        if is_end:
+            return text in self._choices
+        return any(choice.startswith(text + piece) for choice in self._choices)
 
 
 class ThinkParser:

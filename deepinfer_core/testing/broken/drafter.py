@@ -66,11 +66,11 @@ class _LeaksBetweenSequences(LookupDrafter):
     """Looks tokens up in all sequences."""
 
     def _draft(self, request: DraftRequest) -> Draft:
-        others = [token for key, known in self._known.items() for token in known]
+        others = [token for known in self._known.values() for token in known]
         own = self._known.get(request.sequence_id)
         if own is None:
             return super()._draft(request)
-        self._known[request.sequence_id] = [*others, *request.token_ids]
+        self._known[request.sequence_id] = [*request.token_ids, *others, request.token_ids[-1]]
         draft = super()._draft(evolve(request, token_ids=()))
         self._known[request.sequence_id] = own
         return draft

@@ -107,8 +107,14 @@ ORACLE = PreTrainedTokenizerFast(
 )
 
 
+COMPILED = {
+    name: ChatTemplate(source, bos_token="<|begin|>", eos_token="</s>")
+    for name, source in TEMPLATES.items()
+}
+
+
 def template(name: str) -> ChatTemplate:
-    return ChatTemplate(TEMPLATES[name], bos_token="<|begin|>", eos_token="</s>")
+    return COMPILED[name]
 
 
 def outcome(render: Any) -> str:

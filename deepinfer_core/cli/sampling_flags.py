@@ -1,0 +1,117 @@
+"""The sampling flags that only commands which generate text have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from attrs import frozen
+
+from deepinfer_core.cli.options import SamplingArgs
+from deepinfer_core.errors import RequestError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@frozen(kw_only=True)
+class MoreSampling:
+    """Further sampling flags.
+
+    Attributes:
+        values: those that were given, named and shaped as in ``SamplingParams``.
+    """
+
+    values: dict[str, Any]
+
+
+def sampling_values(
+    args: SamplingArgs, more: MoreSampling, defaults: dict[str, Any]
+) -> dict[str, Any]:
+    """Return arguments of ``SamplingParams``: defaults, then what was given."""
+    return {**defaults, **args.given(), **more.values}
+
+
+def _bias(entries: tuple[str, ...]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for entry in entries:
+        token, _, bias = entry.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError as error:
+            raise RequestError(
+                f"--logit-bias {entry!r}: expected ID=NUMBER, such as 42=-100"
+            ) from error
+    return found
+
+
+_OPTIONS = {
+    "top_k": click.option("--top-k", type=int, help="Choose among this many tokens; 0 is off."),
+    "top_p": click.option(
+        "--top-p", type=float, help="Choose among the likeliest tokens of this total mass."
+    ),
+    "min_p": click.option(
+        "--min-p", type=float, help="Drop tokens below this share of the likeliest one."
+    ),
+    "repetition_penalty": click.option(
+        "--repetition-penalty", type=float, help="Above 1: avoid tokens that were there."
+    ),
+    "presence_penalty": click.option(
+        "--presence-penalty", type=float, help="Subtract once from tokens of the output."
+    ),
+    "frequency_penalty": click.option(
+        "--frequency-penalty", type=float, help="Subtract for each time a token was output."
+    ),
+    "logit_bias": click.option(
+        "--logit-bias", multiple=True, metavar="ID=NUMBER", help="Add to a token's logit."
+    ),
+    "min_tokens": click.option("--min-tokens", type=int, help="Do not end before this many."),
+    "stop": click.option("--stop", multiple=True, metavar="TEXT", help="End before this text."),
+    "stop_token_ids": click.option(
+        "--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this token."
+    ),
+    "ignore_eos": click.option("--ignore-eos", is_flag=True, help="Go on after the end token."),
+    "include_stop": click.option(
+        "--include-stop", is_flag=True, help="Keep the stop text in the output."
+    ),
+    "n": click.option("--n", type=int, help="How many outputs to make."),
+    "logprobs": click.option(
+        "--logprobs", type=int, metavar="K", help="With --json: report K alternatives per token."
+    ),
+    "prompt_logprobs": click.option(
+        "--prompt-logprobs", type=int, metavar="K", help="The same for the prompt."
+    ),
+    "skip_special_tokens": click.option(
+        "--special-tokens",
+        "skip_special_tokens",
+        flag_value=False,
+        default=None,
+        type=bool,
+        help="Keep special tokens in the text.",
+    ),
+}
+
+
+def more_sampling_options(function: Command) -> Command:
+    """Decorate a command with the further sampling flags; it gets ``more_sampling``."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **values: Any) -> Any:
+        given = {name: values.pop(name) for name in _OPTIONS}
+        # A flag that is not set, or an option that was not given; 0 is a value.
+        unset = {"ignore_eos": False, "include_stop": False}
+        chosen = {
+            name: value
+            for name, value in given.items()
+            if value is not None and value != () and value is not unset.get(name)
+        }
+        if "logit_bias" in chosen:
+            chosen["logit_bias"] = _bias(chosen["logit_bias"])
+        return function(*args, more_sampling=MoreSampling(values=chosen), **values)
+
+    decorated: Any = wrapper
+    for option in reversed(_OPTIONS.values()):
+        decorated = option(decorated)
+    result: Command = decorated
+    return result

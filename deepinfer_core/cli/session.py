@@ -1,0 +1,147 @@
+"""What commands that run a model share: opening it, signals, and what they print of a result."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from deepinfer_core.cli.options import EngineArgs
+
+if TYPE_CHECKING:
+    from deepinfer_core.engine.llm import LLM
+    from deepinfer_core.requests import Output, RequestOutput, TokenLogprob
+
+EXIT_TERMINATED = 143
+"""Exit status after SIGTERM, as shells report it."""
+
+
+@attrs.frozen(kw_only=True)
+class Session:
+    """A model that is ready.
+
+    Attributes:
+        llm: the engine's offline front.
+        model: the model as it was asked for.
+    """
+
+    llm: LLM
+    model: str
+
+
+@contextmanager
+def open_session(engine_args: EngineArgs) -> Iterator[Session]:
+    """Fetch the model if need be, build the engine, and close it at the end.
+
+    SIGTERM ends the block like Ctrl-C does: running requests are ended, the engine is closed.
+    """
+    from deepinfer_core.engine.engine import Engine
+    from deepinfer_core.engine.llm import LLM
+    from deepinfer_core.hub import (
+        TerminalProgress,
+        default_cache_dir,
+        find_model,
+        hugging_face_home,
+    )
+
+    config = engine_args.load()
+    path = find_model(
+        config.model,
+        default_cache_dir(os.environ),
+        hf_home=hugging_face_home(os.environ),
+        progress=TerminalProgress(sys.stderr),
+    )
+    with terminating():
+        # The environment was read by `load`, once.
+        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={})
+        with LLM.over(engine) as llm:
+            yield Session(llm=llm, model=config.model)
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that ``finally`` blocks run."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(EXIT_TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def record(result: RequestOutput, *, model: str, seed: int | None) -> dict[str, Any]:
+    """Return a result as the JSON object that ``generate --json`` documents.
+
+    Args:
+        result: a complete result.
+        model: the model as it was asked for.
+        seed: what makes the result come again.
+    """
+    first = result.outputs[0] if result.outputs else None
+    found: dict[str, Any] = {
+        "model": model,
+        "text": first.text if first else "",
+        "token_ids": list(first.token_ids) if first else [],
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.cached_tokens,
+        "finish_reason": str(first.finish_reason) if first else "error",
+        "stop_reason": first.stop_reason if first else None,
+        "seed": seed,
+        "exact": result.exact,
+        "invariant": result.invariant,
+        "ttft_s": result.ttft_s,
+        "decode_tokens_per_s": decode_speed(result),
+        "error": error_of(result),
+    }
+    if first and first.logprobs:
+        found["logprobs"] = [_logprob(entry) for entry in first.logprobs]
+    if result.prompt_logprobs:
+        found["prompt_logprobs"] = [entry and _logprob(entry) for entry in result.prompt_logprobs]
+    if len(result.outputs) > 1:
+        found["outputs"] = [_output(output) for output in result.outputs]
+    return found
+
+
+def decode_speed(result: RequestOutput) -> float | None:
+    """Return tokens per second after the first token; None if there is no second one."""
+    if result.ttft_s is None or result.total_s <= result.ttft_s:
+        return None
+    later = sum(max(0, len(output.token_ids) - 1) for output in result.outputs)
+    return later / (result.total_s - result.ttft_s) if later else None
+
+
+def error_of(result: RequestOutput) -> str | None:
+    """Return why a request failed, as a whole or in one of its outputs."""
+    if result.error is not None:
+        return result.error
+    return next((output.error for output in result.outputs if output.error is not None), None)
+
+
+def _output(output: Output) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": str(output.finish_reason),
+        "stop_reason": output.stop_reason,
+    }
+    if output.logprobs:
+        found["logprobs"] = [_logprob(entry) for entry in output.logprobs]
+    return found
+
+
+def _logprob(entry: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob,
+        "rank": entry.rank,
+        "top": [list(pair) for pair in entry.top],
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
@@ -69,7 +70,7 @@ class _Row:
 
 
 class SimpleAttention:
-    """Gathers what each row sees and does the sums in float32, one query head at a time."""
+    """Gathers what each row sees and does the sums in float32."""
 
     storage_type: type[SimpleStorage] = SimpleStorage
 
@@ -142,20 +143,11 @@ class SimpleAttention:
         num_rows: int,
     ) -> Tensor:
         """[num_query_heads, value_dim] of one row."""
-        seen_keys, seen_values = self.seen(keys, row), self.seen(values, row)
-        heads = range(q.shape[0])
-        return torch.stack(
-            [
-                self.head(
-                    q[head],
-                    seen_keys[:, self.kv_head(head, len(heads), keys.shape[2])],
-                    seen_values[:, self.kv_head(head, len(heads), keys.shape[2])],
-                    params,
-                    head,
-                )
-                for head in heads
-            ]
-        )
+        num_heads, num_kv_heads = q.shape[0], keys.shape[2]
+        heads = [self.kv_head(head, num_heads, num_kv_heads) for head in range(num_heads)]
+        seen_keys, seen_values = self.seen(keys, row)[:, heads], self.seen(values, row)[:, heads]
+        weights = self.weights(self.scores(q, seen_keys, params), params)
+        return (weights.unsqueeze(-1) * seen_values.float()).sum(0)
 
     def seen(self, stored: Tensor, row: _Row) -> Tensor:
         """[num_seen, num_kv_heads, dim], in order of position."""
@@ -166,20 +158,16 @@ class SimpleAttention:
         """The key-value head that a query head reads."""
         return head // (num_heads // num_kv_heads)
 
-    def head(
-        self, q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, head: int
-    ) -> Tensor:
-        """[value_dim] of one head."""
-        scores = self.scores(q, keys, params)
-        if params.sinks is not None:
-            scores = torch.cat([scores, params.sinks[head : head + 1].float()])
-        weights = torch.softmax(scores, -1)[: len(keys)]
-        return (weights.unsqueeze(-1) * values.float()).sum(0)
-
     def scores(self, q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
-        """[num_seen] of one head."""
+        """[num_seen, num_query_heads]."""
         scores = (q.float() * keys.float()).sum(-1) * params.scale
         return params.softcap * torch.tanh(scores / params.softcap) if params.softcap else scores
+
+    def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
+        """Softmax of scores over what is seen; a sink takes its share and is dropped."""
+        if params.sinks is None:
+            return torch.softmax(scores, 0)
+        return torch.softmax(torch.cat([scores, params.sinks.float().unsqueeze(0)]), 0)[:-1]
 
 
 # --------------------------------------------------------------------------------- visibility
@@ -222,12 +210,8 @@ class _MissesItself(SimpleAttention):
 
 
 class _ReadsWholePages(SimpleAttention):
-    def head(
-        self, q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, head: int
-    ) -> Tensor:
-        mask = values.float().isnan().any(-1)
-        scores = self.scores(q, keys, params).masked_fill(mask, -torch.inf)
-        return (torch.softmax(scores, -1).unsqueeze(-1) * values.float()).sum(0)
+    def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
+        return super().weights(scores.masked_fill(scores.isnan(), -torch.inf), params)
 
     def seen(self, stored: Tensor, row: _Row) -> Tensor:
         pages = range(row.lowest // stored.shape[1], row.position // stored.shape[1] + 1)
@@ -243,18 +227,15 @@ class _WrongHeads(SimpleAttention):
 
 
 class _IgnoresSinks(SimpleAttention):
-    def head(
-        self, q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, head: int
-    ) -> Tensor:
-        weights = torch.softmax(self.scores(q, keys, params), -1)
-        return (weights.unsqueeze(-1) * values.float()).sum(0)
+    def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
+        return torch.softmax(scores, 0)
 
 
 class _OneSinkForAll(SimpleAttention):
-    def head(
-        self, q: Tensor, keys: Tensor, values: Tensor, params: AttentionParams, head: int
-    ) -> Tensor:
-        return super().head(q, keys, values, params, 0)
+    def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
+        if params.sinks is not None:
+            params = attrs.evolve(params, sinks=params.sinks[:1].expand_as(params.sinks))
+        return super().weights(scores, params)
 
 
 class _IgnoresSoftcap(SimpleAttention):

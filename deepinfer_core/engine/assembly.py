@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -276,15 +276,29 @@ def detokenizers(tokenizer: Tokenizer) -> Callable[..., StreamDetokenizer]:
     names = {f"<0x{byte:02X}>": tokenizer.id_of(f"<0x{byte:02X}>") for byte in range(256)}
     unstable = byte_fallback_ids({name: at for name, at in names.items() if at is not None})
 
+    # Heads are often padded beyond the tokenizer; those ids have no text.
+    unnamed = _From(tokenizer.vocab_size)
+    skipped = _From(tokenizer.vocab_size, tokenizer.special_ids)
+
     def make(skip_special: bool, prompt: Items[int] = ()) -> StreamDetokenizer:
         return StreamDetokenizer(
             lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special),
             context_ids=prompt[-CONTEXT_TOKENS:],
             unstable_ids=unstable,
-            skip_ids=tokenizer.special_ids if skip_special else (),
+            skip_ids=skipped if skip_special else unnamed,
         )
 
     return make
+
+
+class _From(Container[int]):
+    """Ids from ``first`` on, and some others."""
+
+    def __init__(self, first: int, others: Container[int] = ()) -> None:
+        self._first, self._others = first, others
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._others or (isinstance(token_id, int) and token_id >= self._first)
 
 
 def _dtype(config: EngineConfig, accelerator: Accelerator) -> str:

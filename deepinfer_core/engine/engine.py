@@ -401,7 +401,11 @@ class Engine:
         if member.history is not None:
             member.history.append([drawn.token_id])
         is_last = sequence.num_known >= sequence.limit
-        delta = member.stream.push(drawn.token_id, drawn.logprob, is_last=is_last)
+        try:
+            delta = member.stream.push(drawn.token_id, drawn.logprob, is_last=is_last)
+        except Exception as error:  # text that cannot be made is this request's misfortune alone
+            self._finish(sequence, FinishReason.ERROR, f"decoding token {drawn.token_id}: {error}")
+            return
         if delta.finished:
             self._close_sequence(state, sequence, delta)
         self._outbox.append(delta)

@@ -84,7 +84,7 @@ class OutputStream:
         logprobs: tuple[TokenLogprob, ...] = (),
         error: str | None = None,
     ) -> Delta:
-        if self._detokenizer is not None and not isinstance(stop, str):
+        if self._detokenizer is not None and error is None and not isinstance(stop, str):
             rest, matched = self._stops.push(self._detokenizer.finish())
             text += rest
             if matched is not None:

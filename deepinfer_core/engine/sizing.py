@@ -14,27 +14,39 @@ DEFAULT_SEQUENCES = 16
 def page_counts(spec: ModelSpec, options: EngineOptions, free_bytes: int) -> tuple[int, ...]:
     """Pages of each group.
 
-    The groups share the memory so that they run out together: each gets pages in proportion to what
-    one long sequence needs of it.
+    Groups that hold a bounded number of pages a sequence (windows, states) get at least what one
+    sequence needs; beyond that, groups share the memory so that they run out together.
 
     Args:
         spec: the model.
-        options: ``kv_pages`` or ``kv_memory_bytes`` or ``memory_fraction`` sizes the cache.
+        options: ``kv_pages`` (of the largest group), ``kv_memory_bytes`` or ``memory_fraction``
+            sizes the cache.
         free_bytes: memory that is free once weights are loaded.
 
     Raises:
         EngineError: not even one page of each group fits.
     """
     needs = [_pages_of_one(group, spec.max_position, options) for group in spec.groups]
+    bounded = [group.kind in (GroupKind.WINDOW, GroupKind.STATE) for group in spec.groups]
     if options.kv_pages is not None:
-        largest = max(needs)
-        return tuple(max(1, options.kv_pages * need // largest) for need in needs)
+        share = options.kv_pages / max(needs)
+        pages = [max(1, round(need * share)) for need in needs]
+        return tuple(
+            max(count, need) if fixed and not all(bounded) else count
+            for count, need, fixed in zip(pages, needs, bounded, strict=True)
+        )
     budget = options.kv_memory_bytes
     if budget is None:
         budget = int(free_bytes * options.memory_fraction)
-    one = sum(need * group.bytes_per_page for need, group in zip(needs, spec.groups, strict=True))
-    share = min(budget / one, float(DEFAULT_SEQUENCES))
-    counts = tuple(int(need * share) for need in needs)
+    sizes = [need * group.bytes_per_page for need, group in zip(needs, spec.groups, strict=True)]
+    share = min(budget / sum(sizes), float(DEFAULT_SEQUENCES))
+    if share < 1 and not all(bounded):
+        first = sum(size for size, fixed in zip(sizes, bounded, strict=True) if fixed)
+        rest = max(0, budget - first) / (sum(sizes) - first)
+        shares = [1.0 if fixed else rest for fixed in bounded]
+    else:
+        shares = [share] * len(needs)
+    counts = tuple(int(need * part) for need, part in zip(needs, shares, strict=True))
     if min(counts) < 1:
         raise EngineError(
             f"the KV cache gets {budget} bytes, but a page of every group needs at least "

@@ -8,7 +8,7 @@ their neighbours (a leading space is dropped at the start, bytes join to charact
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 REPLACEMENT = "\ufffd"
 """What decoders put where bytes are no UTF-8, or not yet."""
@@ -42,7 +42,7 @@ class StreamDetokenizer:
         *,
         context_ids: Sequence[int] = (),
         unstable_ids: Collection[int] = (),
-        skip_ids: Collection[int] = (),
+        skip_ids: Container[int] = (),
     ) -> None:
         self._decode = decode
         self._unstable_ids = unstable_ids

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
+from deepinfer_core import __version__
 from deepinfer_core.components import Component, NoConfig, Slot, Verified
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.hookspecs import API
@@ -145,7 +146,7 @@ class Plan:
             for part in self.parts
             if part.slot is not Slot.COMMAND
         ]
-        return {"api": API, "core": core, "model": model, "slots": slots}
+        return {"api": API, "version": __version__, "core": core, "model": model, "slots": slots}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan in JSON's types; ``deepinfer plan --json`` prints it."""

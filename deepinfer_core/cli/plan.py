@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deepinfer_core.cli.config import with_file
 from deepinfer_core.cli.options import EngineArgs, engine_options
-from deepinfer_core.compose import Plan, compose
+
+if TYPE_CHECKING:
+    from deepinfer_core.config import EngineConfig
+    from deepinfer_core.plan import Plan
+    from deepinfer_core.plugins import PluginHost
 
 
 @click.command()
@@ -18,44 +24,75 @@ from deepinfer_core.compose import Plan, compose
 @click.option("--ops", "with_ops", is_flag=True, help="Also print which kernel serves each op.")
 @engine_options
 def plan(config_file: Path | None, as_json: bool, with_ops: bool, engine_args: EngineArgs) -> None:
-    """Print what was chosen for each slot, what was refused, and why."""
+    """Print what was chosen for each slot, what was refused, and why.
+
+    Reads no weights and fetches nothing; a model that is not on this machine is left out.
+    """
     config, host = with_file(engine_args, config_file).open()
-    made = compose(host, config)
-    ops = ops_table(made) if with_ops else None
+    made = plan_offline(config, host)
+    ops = op_rows(made) if with_ops else []
     if as_json:
-        content = made.as_dict() if ops is None else {**made.as_dict(), "ops": ops}
+        content = {**made.as_dict(), "ops": ops} if with_ops else made.as_dict()
         click.echo(json.dumps(content, indent=2, default=str))
         return
     click.echo(made.explain())
-    for op, rows in (ops or {}).items():
-        for index, row in enumerate(rows):
-            head = op if index == 0 else ""
-            state = f"refused: {row['reason']}" if row["reason"] else "fits"
-            name = f"{row['kernels']}/{row['name']}"
-            click.echo(f"{head:<24} {name:<28} {state} ({row['verified']})")
+    for row in ops:
+        click.echo(f"{row['op']:<24} {row['provider']} ({row['verified']})")
+        for name, reason in row["refused"]:
+            click.echo(f"{'':<24} refused: {name}: {reason}")
 
 
-def ops_table(made: Plan) -> dict[str, list[dict[str, str]]]:
-    """Return op -> its providers as they would be asked, best first, with reasons."""
+def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
+    """Compose for the configured model, or without it if it would have to be fetched."""
+    from deepinfer_core.compose import compose
+    from deepinfer_core.errors import PullError
+    from deepinfer_core.hub.names import source_of
+
+    host.require()
+    if not Path(config.model).expanduser().exists() and source_of(config.model) is not None:
+        from deepinfer_core.hub.locate import default_cache_dir, find_model, hugging_face_home
+
+        cache, home = default_cache_dir(os.environ), hugging_face_home(os.environ)
+        try:
+            find_model(config.model, cache, True, hf_home=home)
+        except PullError:
+            note = f"note: {config.model} is not on this machine: deepinfer pull {config.model}"
+            click.echo(note, err=True)
+            return compose(host, config)
+
+    from deepinfer_core.engine.assembly import plan_model
+
+    made, found = plan_model(config, host, os.environ, offline=True)
+    try:
+        layers = (f"{group.name}: {len(group.layers)} layers" for group in found.spec.groups)
+        switch = made.config.engine.batch_invariant
+        return made.with_details(
+            {
+                "dtype": made.config.dtype,
+                "invariant": "true" if switch is not False else "false",
+                "cache": f"{'; '.join(layers)}; pages of {made.config.engine.page_size} tokens",
+            }
+        )
+    finally:
+        found.checkpoint.close()
+
+
+def op_rows(made: Plan) -> list[dict[str, Any]]:
+    """Return one row per op: its provider, and the others with their reasons."""
     from deepinfer_core.components import Slot
     from deepinfer_core.compose import device_type
-    from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
+    from deepinfer_core.engine.assembly import plan_ops
 
     accelerator = made.part(Slot.ACCELERATOR)
     device = device_type(accelerator.component) if accelerator else "cpu"
-    dtype = made.config.dtype if made.config.dtype != "auto" else "float32"
-    facts = OpFacts(device_type=device, dtype=dtype)
-    found: dict[str, list[tuple[int, str, dict[str, str]]]] = {}
-    for part in made.parts_of(Slot.KERNELS):
-        for provider in part.build(KernelsContext(device_type=device)).providers():
-            row = {
-                "kernels": part.name,
-                "name": provider.name,
-                "reason": provider.why_not(facts) or "",
-                "verified": str(provider.verified),
-            }
-            found.setdefault(provider.op, []).append((-provider.priority, provider.name, row))
-    return {
-        op: [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
-        for op, rows in sorted(found.items())
-    }
+    dtype = "float32" if made.config.dtype == "auto" else made.config.dtype
+    invariant = made.config.engine.batch_invariant is not False
+    return [
+        {
+            "op": choice.op,
+            "provider": f"{choice.source}/{choice.provider.name}",
+            "verified": str(choice.provider.verified),
+            "refused": [list(item) for item in choice.refused],
+        }
+        for choice in plan_ops(made, dtype, device, invariant=invariant)
+    ]

@@ -104,10 +104,10 @@ def lock(
 ) -> None:
     """Write down the composition, or check that it is the one of a lock."""
     from deepinfer_core import lock as locks
-    from deepinfer_core.compose import compose
+    from deepinfer_core.cli.plan import plan_offline
 
     config, host = with_file(engine_args, config_file).open()
-    made = locks.lock_of(compose(host, config), host)
+    made = locks.lock_of(plan_offline(config, host), host)
     if check is not None:
         locks.read_lock(check).verify(made)
         click.echo(f"{check}: ok ({made.composition_hash})")

@@ -54,7 +54,7 @@ def make_prompts(
     """
     text = files("deepinfer_core.bench").joinpath("corpus.txt").read_text(encoding="utf-8")
     corpus = list(tokenizer.encode(text, add_special_tokens=False))
-    random = Random(seed)
+    random = Random(str(seed))  # as a number, -1 would be the same seed as 1
     if source == "random":
         known = sorted(set(corpus))
         return [tuple(random.choices(known, k=num_tokens)) for _ in range(count)]

@@ -204,22 +204,42 @@ def _read_tensors(cursor: _Cursor, num_tensors: int, alignment: int) -> dict[str
     return tensors
 
 
-def _place(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int) -> GgufTensor:
+# Code -> name, elements per block, bytes per block. These numbers are part of the file format; the
+# package knows many more, but takes a quarter of a second to import.
+COMMON_KINDS: Mapping[int, tuple[str, int, int]] = {
+    0: ("f32", 1, 4),
+    1: ("f16", 1, 2),
+    2: ("q4_0", 32, 18),
+    3: ("q4_1", 32, 20),
+    8: ("q8_0", 32, 34),
+    30: ("bf16", 1, 2),
+}
+
+
+def _kind(code: int) -> tuple[str, int, int]:
+    if code in COMMON_KINDS:
+        return COMMON_KINDS[code]
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
-        quantization = GGMLQuantizationType(kind)
-        block_size, bytes_per_block = GGML_QUANT_SIZES[quantization]
+        quantization = GGMLQuantizationType(code)
+        return (quantization.name.lower(), *GGML_QUANT_SIZES[quantization])
     except (ValueError, KeyError):
-        raise ValueError(f"unknown quantisation type {kind}") from None
+        raise ValueError(f"unknown quantisation type {code}") from None
+
+
+def _place(name: str, shape: tuple[int, ...], code: int, offset: int, size: int) -> GgufTensor:
+    kind, block_size, bytes_per_block = _kind(code)
     row = shape[-1] if shape else 1
     if row % block_size:
         raise ValueError(
-            f"rows of {row} elements do not divide into {quantization.name} blocks of {block_size}"
+            f"rows of {row} elements do not divide into {kind.upper()} blocks of {block_size}"
         )
     num_elements = 1
     for length in shape:
         num_elements *= length
+    if not num_elements:
+        raise ValueError(f"has no elements: shape {shape}")
     num_bytes = num_elements // block_size * bytes_per_block
     if offset + num_bytes > size:
         raise ValueError(
@@ -229,7 +249,7 @@ def _place(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int)
     return GgufTensor(
         name=name,
         shape=shape,
-        kind=quantization.name.lower(),
+        kind=kind,
         block_size=block_size,
         bytes_per_block=bytes_per_block,
         offset=offset,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from torch import Tensor  # noqa: TC004 attrs never evaluates it; torch must not load here
+    from torch import Tensor
 
 
 @attrs.frozen(kw_only=True)

@@ -41,25 +41,33 @@ class _Cut:
         single_digits: whether each digit stands alone, cut off before the rule applies.
         compose: whether text is brought to Unicode form C first.
         whole_words: whether a word that is a token is taken as it is, without merging.
+        begins: whether texts begin with the begin token where the file does not say.
     """
 
     pattern: str | None = None
     single_digits: bool = False
     compose: bool = False
     whole_words: bool = False
+    begins: bool = False
 
 
+_LLAMA3_CUT = _Cut(pattern=_LLAMA3, whole_words=True, begins=True)
 _CUTS: Mapping[str, _Cut] = {
     "default": _Cut(),
     "gpt-2": _Cut(),
     "smollm": _Cut(single_digits=True),
     "starcoder": _Cut(single_digits=True),
-    "llama-bpe": _Cut(pattern=_LLAMA3, whole_words=True),
-    "llama3": _Cut(pattern=_LLAMA3, whole_words=True),
-    "llama-v3": _Cut(pattern=_LLAMA3, whole_words=True),
+    "llama-bpe": _LLAMA3_CUT,
+    "llama3": _LLAMA3_CUT,
+    "llama-v3": _LLAMA3_CUT,
+    "falcon3": _LLAMA3_CUT,
+    "pixtral": _LLAMA3_CUT,
+    "smaug-bpe": _Cut(pattern=_LLAMA3),
+    "dbrx": _Cut(pattern=_LLAMA3),
     "qwen2": _Cut(pattern=_QWEN2, compose=True),
     "deepseek-r1-qwen": _Cut(pattern=_QWEN2, compose=True),
-    "tekken": _Cut(pattern=_TEKKEN, whole_words=True),
+    "megrez": _Cut(pattern=_QWEN2, compose=True),
+    "tekken": _Cut(pattern=_TEKKEN, whole_words=True, begins=True),
 }
 
 
@@ -86,9 +94,10 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], where: str) -> BuiltTok
     vocabulary = _read_vocabulary(metadata, where)
     kind = metadata.get(f"{_KEY}.model")
     if kind == "gpt2":
-        backend = _byte_level(vocabulary, metadata.get(f"{_KEY}.pre", "default"), where)
+        cut = _cut_of(metadata, where)
+        backend, begins = _byte_level(vocabulary, cut, where), cut.begins
     elif kind == "llama":
-        backend = _sentencepiece(vocabulary, metadata, where)
+        backend, begins = _sentencepiece(vocabulary, metadata, where), True
     else:
         raise TokenizerError(
             f"{where}: tokenizer.ggml.model {kind!r} is not supported; known: gpt2, llama"
@@ -96,7 +105,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], where: str) -> BuiltTok
     special = vocabulary.of_kind(_CONTROL, _UNKNOWN)
     _add_tokens(backend, vocabulary, keep_unknown=kind == "llama")
     bos_id, eos_id = (_token_id(metadata, name, vocabulary, where) for name in ("bos", "eos"))
-    _frame(backend, vocabulary, metadata, bos_id, eos_id, default_bos=kind == "llama")
+    _frame(backend, vocabulary, metadata, bos_id, eos_id, default_bos=begins)
     ends = [eos_id, *(_token_id(metadata, name, vocabulary, where) for name in ("eot", "eom"))]
     return BuiltTokenizer(
         backend=backend,
@@ -146,15 +155,19 @@ def _read_vocabulary(metadata: Mapping[str, Any], where: str) -> _Vocabulary:
     return _Vocabulary(tokens=tokens, kinds=kinds, merges=pairs, scores=scores)
 
 
-def _byte_level(vocabulary: _Vocabulary, pre: str, where: str) -> tokenizers.Tokenizer:
+def _cut_of(metadata: Mapping[str, Any], where: str) -> _Cut:
+    pre = metadata.get(f"{_KEY}.pre", "default")
     if pre not in _CUTS:
         raise TokenizerError(
             f"{where}: tokenizer.ggml.pre {pre!r} is not supported; "
             f"known: {', '.join(sorted(_CUTS))}"
         )
+    return _CUTS[pre]
+
+
+def _byte_level(vocabulary: _Vocabulary, cut: _Cut, where: str) -> tokenizers.Tokenizer:
     if vocabulary.merges is None:
         raise TokenizerError(f"{where}: a byte-level vocabulary needs tokenizer.ggml.merges")
-    cut = _CUTS[pre]
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocabulary.ids(), merges=list(vocabulary.merges), ignore_merges=cut.whole_words

@@ -161,13 +161,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; incomplete characters become U+FFFD.
 
+        Ids without a token add nothing: a model's output may be wider than its vocabulary.
+
         Raises:
-            RequestError: an id is negative or not below ``vocab_size``.
+            RequestError: an id is negative or needs more than 32 bits.
         """
-        for token_id in ids:
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(f"token id {token_id} is not in 0..{self.vocab_size - 1}")
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        try:
+            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except OverflowError as error:
+            raise RequestError(f"token ids must be in 0..{self.vocab_size - 1}: {error}") from error
 
     def token(self, token_id: int) -> str:
         """Return the spelling of a token in the vocabulary (not always readable text).

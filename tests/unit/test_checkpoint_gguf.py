@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepinfer_core.checkpoint.dequantize import can_dequantize, dequantize
 from deepinfer_core.checkpoint.gguf import GgufCheckpoint, GgufFormat
+from deepinfer_core.checkpoint.gguf_file import COMMON_KINDS
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.checkpoint import Checkpoint, CheckpointFormat
@@ -291,6 +292,12 @@ def test_what_can_be_expanded_is_known_beforehand() -> None:
     assert can_dequantize("q6_k")
     assert not can_dequantize("q8_1")
     assert not can_dequantize("nonsense")
+
+
+def test_common_block_sizes_are_those_of_the_package() -> None:
+    for code, found in COMMON_KINDS.items():
+        kind = gguf.GGMLQuantizationType(code)
+        assert found == (kind.name.lower(), *gguf.GGML_QUANT_SIZES[kind])
 
 
 def llama3_factors(head_dim: int, theta: float, factor: float, original: int) -> list[float]:

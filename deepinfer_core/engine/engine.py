@@ -30,6 +30,7 @@ from deepinfer_core.errors import (
     EngineError,
     RequestError,
 )
+from deepinfer_core.log import get_logger
 from deepinfer_core.requests import Delta, FinishReason, Request, RequestOutput
 from deepinfer_core.sampling import RowFailure, RowParams, TokenHistory, output_seed
 from deepinfer_core.sequence import Phase, Sequence
@@ -269,6 +270,9 @@ class Engine:
                 self._round()
         except EngineError as error:
             self._fail(error)
+        except Exception as error:  # a fault of our own must not leave streams hanging
+            get_logger("engine").error("engine.failed", exc_info=error)
+            self._fail(EngineError(f"internal error: {type(error).__name__}: {error}"))
         deltas = list(self._outbox)
         self._outbox.clear()
         return deltas
@@ -488,7 +492,7 @@ class Engine:
             sequence = member.sequence
             if sequence.phase is not Phase.HELD:
                 continue
-            if share and self._parts.cache.fork(first.sequence_id, sequence.sequence_id, common):
+            if share and self._fork(first, sequence, common):
                 sequence.opened = True
                 sequence.num_computed = sequence.num_committed = common
                 sequence.write_floor, sequence.visible_from = 0, first.visible_from
@@ -497,6 +501,13 @@ class Engine:
             else:
                 sequence.phase = Phase.WAITING
                 self._waiting.append(sequence)
+
+    def _fork(self, first: Sequence, sequence: Sequence, common: int) -> bool:
+        try:
+            return self._parts.cache.fork(first.sequence_id, sequence.sequence_id, common)
+        except Exception as error:  # it can compute the prompt by itself
+            self._watch.event("fork.failed", error=f"{type(error).__name__}: {error}")
+            return False
 
     def _fail(self, error: EngineError) -> None:
         """The engine cannot go on: every stream ends with an error."""

@@ -49,13 +49,13 @@ def test_min_tokens_bans_the_stop_id(make_engine, drive):
 def test_stop_strings_cross_tokens_and_are_cut(make_engine, drive):
     driver = drive(make_engine())
     driver.submit(
-        "probe", list(b"hello"), max_tokens=30, logit_bias={t: 100 for t in range(32, 60)}
+        "probe", list(b"hello"), max_tokens=30, logit_bias=dict.fromkeys(range(32, 60), 100)
     )
     text = driver.run()["probe"].text
     stop = text[10:13]
     driver.submit(
         "r", list(b"hello"), max_tokens=30, stop=(stop,),
-        logit_bias={t: 100 for t in range(32, 60)},
+        logit_bias=dict.fromkeys(range(32, 60), 100),
     )  # fmt: skip
     result = driver.run()["r"]
     assert result.text == text[: text.index(stop)]

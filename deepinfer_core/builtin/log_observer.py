@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import IO
+import math
+from collections.abc import Iterable, Mapping
+from typing import IO, Any
 
 from deepinfer_core.builtin.configs import JsonlObserverConfig, LogObserverConfig
 from deepinfer_core.errors import EngineError
@@ -64,7 +65,10 @@ class JsonlObserver:
         self._chosen = _Chosen(config.events)
         self._file: IO[str] | None = None
         try:
-            self._file = open(config.path, "a", encoding="utf-8")  # noqa: SIM115 closed by close()
+            # Text that UTF-8 cannot express is written escaped; close() closes the file.
+            self._file = open(  # noqa: SIM115
+                config.path, "a", encoding="utf-8", errors="backslashreplace"
+            )
         except OSError as error:
             raise EngineError(
                 f"observer 'jsonl' cannot write to {config.path!r}: {error.strerror or error}; "
@@ -72,10 +76,10 @@ class JsonlObserver:
             ) from error
 
     def observe(self, event: Event) -> None:
-        """Write one event; values that JSON has no word for are written as text."""
+        """Write one event; what JSON has no word for (NaN, objects) is written as text."""
         if self._file is None or event.name not in self._chosen:
             return
-        line = {"name": event.name, "time_s": event.time_s, "fields": dict(event.fields)}
+        line = {"name": event.name, "time_s": event.time_s, "fields": _plain(event.fields)}
         self._file.write(json.dumps(line, default=str, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
@@ -83,3 +87,12 @@ class JsonlObserver:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with keys as text and without the floats that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,6 +8,7 @@ processes; ``runner`` is the only place that turns it into device tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -46,6 +47,10 @@ class GroupBatch:
     block_tables: Int32
     write_slots: Int64
     visible_from: Int32
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
 
 
 @frozen(kw_only=True, eq=False)
@@ -89,7 +94,7 @@ class Batch:
     keep_from: Int32
     groups: tuple[GroupBatch, ...]
     copies: tuple[PageCopy, ...] = ()
-    taps: tuple[str, ...] = field(default=(), converter=tuple)
+    taps: tuple[str, ...] = field(default=(), converter=_names)
 
     @property
     def num_tokens(self) -> int:

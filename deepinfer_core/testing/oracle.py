@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from attrs import frozen
 
 from deepinfer_core.batch import Batch, GroupBatch
 from deepinfer_core.interfaces.attention import AttentionParams
@@ -19,7 +20,8 @@ from deepinfer_core.requests import Request, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepinfer_core.interfaces.model import Model
+    from deepinfer_core.interfaces.model import Model, ModelSpec
+    from deepinfer_core.kv.layout import CacheGroupSpec
 
 
 def dense_attention(
@@ -65,30 +67,88 @@ def _attend_one(query: Tensor, k: Tensor, v: Tensor, params: AttentionParams) ->
     return torch.einsum("hn,nhd->hd", weights, values)
 
 
+class DenseState:
+    """What the layers of a model wrote for one sequence: keys and values of every position."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, start: int, k: Tensor, v: Tensor) -> None:
+        """Replace everything from position ``start`` on."""
+        if start:
+            keys, values = self.read(layer)
+            k, v = torch.cat([keys[:start], k]), torch.cat([values[:start], v])
+        self._written[layer] = k, v
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer."""
+        assert layer in self._written, f"layer {layer} has written nothing for this sequence"
+        return self._written[layer]
+
+
+@frozen(kw_only=True, eq=False)
+class Part:
+    """Tokens of one sequence in a step.
+
+    Attributes:
+        state: of the sequence; the tokens follow what it holds.
+        token_ids: at least one.
+    """
+
+    state: DenseState
+    token_ids: Sequence[int]
+
+
 class DenseStep:
-    """A ``StepContext`` over a whole sequence of tokens, with nothing but ``dense_attention``."""
+    """A ``StepContext`` with nothing but ``dense_attention``; checks what a model passes to it.
+
+    Args:
+        spec: of the model.
+        parts: sequences taking part, in batch order; their states are extended.
+        rows: token rows whose logits are wanted, ascending.
+        device: torch device of the model.
+        taps: layer outputs to ask for.
+    """
 
     def __init__(
-        self, model: Model, token_ids: Sequence[int], rows: Sequence[int], device: torch.device
+        self,
+        spec: ModelSpec,
+        parts: Sequence[Part],
+        rows: Sequence[int],
+        device: torch.device,
+        *,
+        taps: Sequence[str] = (),
     ) -> None:
-        self.batch = _dense_batch(len(model.spec.groups), token_ids, rows)
-        self.token_ids = torch.tensor(list(token_ids), dtype=torch.int64, device=device)
-        self.positions = torch.arange(len(token_ids), dtype=torch.int64, device=device)
-        self.logit_rows = torch.tensor(list(rows), dtype=torch.int64, device=device)
+        self.spec, self._parts = spec, tuple(parts)
+        self._starts = [part.state.length for part in parts]
+        for part in parts:
+            part.state.length += len(part.token_ids)
+        self.batch = self._batch(rows, taps)
+        self.token_ids = torch.from_numpy(self.batch.token_ids).to(device, torch.int64)
+        self.positions = torch.from_numpy(self.batch.positions).to(device, torch.int64)
+        self.logit_rows = torch.from_numpy(self.batch.logit_rows).to(device, torch.int64)
         self.scratch: dict[str, Any] = {}
         self.taps: dict[str, Tensor] = {}
-        self._written: dict[int, tuple[Tensor, Tensor]] = {}
-        self._groups = model.spec.groups
+        self.attended: list[int] = []
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, params: AttentionParams
     ) -> Tensor:
         """Attention of one layer over everything its group's writer wrote."""
-        if k is not None and v is not None:
-            self._written[layer] = k, v
-        keys, values = self._written[self._writer(layer)]
-        positions = range(len(self.positions))
-        return dense_attention(q, keys, values, positions=positions, params=params).to(q.dtype)
+        group = self._check(layer, q, k, v)
+        self.attended.append(layer)
+        writer = max(at for at in group.storage_layers if at <= layer)
+        results = []
+        for index, part in enumerate(self._parts):
+            span, start = self._span(index), self._starts[index]
+            if k is not None and v is not None:
+                part.state.write(layer, start, k[span], v[span])
+            keys, values = part.state.read(writer)
+            positions = range(start, start + len(part.token_ids))
+            found = dense_attention(q[span], keys, values, positions=positions, params=params)
+            results.append(found.to(q.dtype))
+        return torch.cat(results)
 
     def group(self, index: int) -> tuple[Any, Any]:
         """Not there: the oracle has no storage."""
@@ -98,32 +158,51 @@ class DenseStep:
         """Keep every layer output."""
         self.taps[name] = hidden
 
-    def _writer(self, layer: int) -> int:
-        spec = next(group for group in self._groups if layer in group.layers)
-        return max(writer for writer in spec.storage_layers if writer <= layer)
+    def _span(self, index: int) -> slice:
+        return slice(*self.batch.query_starts[index : index + 2].tolist())
 
+    def _check(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None) -> CacheGroupSpec:
+        groups = [group for group in self.spec.groups if layer in group.layers]
+        assert len(groups) == 1, f"layer {layer} is in {len(groups)} cache groups"
+        (group,) = groups
+        rows, heads = len(self.positions), group.num_kv_heads
+        expected = {
+            "q": (q, (rows, self.spec.num_query_heads, group.key_dim)),
+            "k": (k, (rows, heads, group.key_dim)),
+            "v": (v, (rows, heads, group.value_dim)),
+        }
+        for name, (value, shape) in expected.items():
+            if value is not None:
+                assert tuple(value.shape) == shape, f"layer {layer}: {name} is {value.shape}"
+        writes = layer in group.storage_layers
+        assert (k is not None) == (v is not None) == writes, f"layer {layer}: who writes the group?"
+        return group
 
-def _dense_batch(num_groups: int, token_ids: Sequence[int], rows: Sequence[int]) -> Batch:
-    count = len(token_ids)
-    group = GroupBatch(
-        block_tables=np.zeros((1, 0), np.int32),
-        write_slots=np.arange(count, dtype=np.int64),
-        visible_from=np.zeros(1, np.int32),
-    )
-    return Batch(
-        step=0,
-        sequence_ids=(0,),
-        token_ids=np.asarray(token_ids, np.int32),
-        token_sources=np.full(count, -1, np.int32),
-        positions=np.arange(count, dtype=np.int32),
-        query_starts=np.asarray([0, count], np.int32),
-        context_lengths=np.asarray([count], np.int32),
-        num_drafts=np.zeros(1, np.int32),
-        logit_rows=np.asarray(rows, np.int32),
-        logit_sequences=np.zeros(len(rows), np.int32),
-        keep_from=np.zeros(1, np.int32),
-        groups=(group,) * num_groups,
-    )
+    def _batch(self, rows: Sequence[int], taps: Sequence[str]) -> Batch:
+        counts = [len(part.token_ids) for part in self._parts]
+        count, many = sum(counts), len(counts)
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = [np.arange(at, at + n) for at, n in zip(self._starts, counts, strict=True)]
+        group = GroupBatch(
+            block_tables=np.zeros((many, 0), np.int32),
+            write_slots=np.arange(count, dtype=np.int64),
+            visible_from=np.zeros(many, np.int32),
+        )
+        return Batch(
+            step=0,
+            sequence_ids=tuple(range(many)),
+            token_ids=np.concatenate([part.token_ids for part in self._parts]).astype(np.int32),
+            token_sources=np.full(count, -1, np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
+            query_starts=starts,
+            context_lengths=np.asarray([part.state.length for part in self._parts], np.int32),
+            num_drafts=np.zeros(many, np.int32),
+            logit_rows=np.asarray(rows, np.int32),
+            logit_sequences=(np.searchsorted(starts, rows, side="right") - 1).astype(np.int32),
+            keep_from=np.zeros(many, np.int32),
+            groups=(group,) * len(self.spec.groups),
+            taps=tuple(taps),
+        )
 
 
 class Oracle:
@@ -139,7 +218,8 @@ class Oracle:
     def logits(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
         """[len(rows), vocab_size], float32: what follows after each of ``rows`` (default: all)."""
         rows = range(len(token_ids)) if rows is None else rows
-        step = DenseStep(self.model, token_ids, rows, torch.device("cpu"))
+        part = Part(state=DenseState(), token_ids=token_ids)
+        step = DenseStep(self.model.spec, [part], rows, torch.device("cpu"))
         with torch.inference_mode():
             return self.model.head(self.model.forward(step))
 

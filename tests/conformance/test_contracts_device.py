@@ -11,7 +11,15 @@ from deepinfer_core.components import Slot
 from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
 
-SLOTS = (Slot.CACHE, Slot.EVICTION, Slot.KV_STORE, Slot.ACCELERATOR, Slot.ATTENTION)
+SLOTS = (
+    Slot.CACHE,
+    Slot.EVICTION,
+    Slot.KV_STORE,
+    Slot.ACCELERATOR,
+    Slot.ATTENTION,
+    Slot.KERNELS,
+    Slot.MODEL,
+)
 
 
 def broken(slot: Slot) -> ModuleType:

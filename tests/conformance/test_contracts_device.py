@@ -12,13 +12,14 @@ from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
 
 SLOTS = (
-    Slot.CACHE,
-    Slot.EVICTION,
-    Slot.KV_STORE,
-    Slot.ACCELERATOR,
-    Slot.ATTENTION,
-    Slot.KERNELS,
     Slot.MODEL,
+    Slot.CHECKPOINT,
+    Slot.ACCELERATOR,
+    Slot.KERNELS,
+    Slot.ATTENTION,
+    Slot.KV_STORE,
+    Slot.EVICTION,
+    Slot.CACHE,
 )
 
 

@@ -38,6 +38,7 @@ class Contract:
     plugins: ClassVar[tuple[Any, ...]] = ()
     features: ClassVar[frozenset[str]] = frozenset()
     offers: ClassVar[frozenset[str] | None] = None
+    _found: ClassVar[Component[Any]]
 
     def make(self, context: Any) -> Any:
         """Build the object under test.
@@ -59,7 +60,10 @@ class Contract:
                 f"{type(self).__name__} names no component: "
                 f"set the class attribute `component`, or override `make`"
             )
-        component = find_component(self.slot, self.component, self.plugins)
+        contract = type(self)
+        if "_found" not in vars(contract):  # looking plugins up takes longer than most laws
+            contract._found = find_component(self.slot, self.component, self.plugins)
+        component = contract._found
         reason = component.available()
         if reason is not None:
             skip(f"{self.slot.value} {self.component!r} cannot run here: {reason}")

@@ -1,0 +1,46 @@
+"""The builtin device-side components, found as any plugin's are, keep their contracts."""
+
+from __future__ import annotations
+
+from deepinfer_core.testing.contracts import (
+    AcceleratorContract,
+    AttentionContract,
+    CacheContract,
+    CheckpointContract,
+    EvictionContract,
+    KernelsContract,
+    ModelContract,
+)
+
+
+class TestDecoder(ModelContract):
+    component = "decoder"
+
+
+class TestSafetensors(CheckpointContract):
+    component = "safetensors"
+
+
+class TestGguf(CheckpointContract):
+    component = "gguf"
+
+
+class TestCpu(AcceleratorContract):
+    component = "cpu"
+
+
+class TestTorchKernels(KernelsContract):
+    component = "torch"
+
+
+class TestPagedAttention(AttentionContract):
+    component = "paged"
+
+
+class TestLru(EvictionContract):
+    component = "lru"
+
+
+class TestPages(CacheContract):
+    component = "pages"
+    histories = 10  # test_contracts_device searches longer

@@ -8,7 +8,8 @@ from deepinfer_core.sampling.filters import Candidates
 from deepinfer_core.sampling.rng import MASK64, gumbel_float, splitmix
 from deepinfer_core.sampling.select import where
 
-_MARGIN = 2.0  # rough noise is wrong by less than half of this
+ROUGH_MARGIN = 2.0
+"""Rough noise is wrong by less than half of this."""
 
 
 def draw_coupled(candidates: Candidates, key: int) -> int:
@@ -28,8 +29,8 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     ids, x = candidates.token_ids, candidates.x
     if ids.shape[0] == 1:
         return int(ids[0])
-    rough = _rough_gumbel(splitmix(key, ids)).add_(x)
-    near = where(rough >= rough.amax() - _MARGIN)
+    rough = rough_gumbel(splitmix(key, ids)).add_(x)
+    near = where(rough >= rough.amax() - ROUGH_MARGIN)
     close = ids[near]
     if near.shape[0] == 1:
         return int(close)
@@ -38,7 +39,7 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     return int(close[exact.index(max(exact))])
 
 
-def _rough_gumbel(bits: torch.Tensor) -> torch.Tensor:
+def rough_gumbel(bits: torch.Tensor) -> torch.Tensor:
     """Return the noise in float32, by the device's own logarithm, within 1 of the exact one.
 
     Computed from ``1 - u``, which float32 resolves where the noise is large; the clamp is where

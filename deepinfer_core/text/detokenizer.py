@@ -34,6 +34,7 @@ class StreamDetokenizer:
             ``<0xE4>`` of byte-fallback vocabularies, where one bad byte changes its whole run.
             See `byte_fallback_ids`.
         skip_ids: tokens that `decode` leaves out anyway (special tokens); never passed to it.
+            Give them wherever ``unstable_ids`` are given: bytes join across them.
     """
 
     def __init__(
@@ -61,12 +62,11 @@ class StreamDetokenizer:
         new = [token for token in token_ids if token not in self._skip_ids]
         if not new:
             return ""
-        closed = not self._window or self._window[-1] not in self._unstable_ids
         self._window += new
         if self._unstable_ids and all(token in self._unstable_ids for token in new):
             return ""  # all of it is held back, and long runs would be decoded again and again
         before, self._text = self._text, self._decode(list(self._window))
-        if closed and before == self._text and self._sent == len(before) > 0:
+        if before == self._text and self._sent == len(before) > 0:
             del self._window[-len(new) :]  # they say nothing; a long row of them must not grow
             return ""
         piece = self._emit(self._hold())

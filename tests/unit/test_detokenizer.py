@@ -171,6 +171,23 @@ def test_silent_tokens_do_not_pile_up() -> None:
     assert longest < 40
 
 
+def test_a_first_space_counts_though_it_shows_nothing() -> None:
+    steps = [[SENTENCE_VOCABULARY["▁"]], [SENTENCE_VOCABULARY["▁world"]]]
+    assert stream(StreamDetokenizer(LLAMA), steps) == ["", " world", ""]
+
+
+def test_a_space_survives_many_silent_tokens() -> None:
+    world = SENTENCE_VOCABULARY["▁world"]
+    steps = [[SENTENCE_VOCABULARY["lo"], *([SPECIAL] * 40)], [world]]
+    assert stream(StreamDetokenizer(LLAMA), steps) == ["lo", " world", ""]
+
+
+def test_a_silent_token_does_not_close_a_run() -> None:
+    steps = [[1 + byte] for byte in "你".encode()] + [[SPECIAL], [1 + 0xFF]]
+    detokenizer = StreamDetokenizer(LLAMA, unstable_ids=FALLBACK)
+    assert stream(detokenizer, steps) == ["", "", "", "", "", "\ufffd" * 4]
+
+
 def test_nothing_in_nothing_out() -> None:
     detokenizer = StreamDetokenizer(BYTE_LEVEL, skip_ids={SPECIAL})
     assert detokenizer.push([]) == ""

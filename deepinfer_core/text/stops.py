@@ -120,9 +120,7 @@ def _links(following: list[dict[str, int]], found: list[str | None]) -> list[int
             while character not in following[link] and link:
                 link = fail[link]
             fail[child] = following[link].get(character, 0)
-            if (
-                found[child] is None
-            ):  # a shorter pattern that ends here counts if no longer one does
-                found[child] = found[fail[child]]
+            # A shorter pattern that ends here counts only where no longer one does.
+            found[child] = found[child] or found[fail[child]]
             queue.append(child)
     return fail

@@ -61,7 +61,7 @@ class _Step:
                 self._serve(sequence)
         for sequence in sorted(self._round.waiting, key=self._rank):
             behind_preempted = any(self._rank(sequence) > rank for rank in self._preempted.values())
-            if behind_preempted or not self._has_room_in_step() or not self._admit(sequence):
+            if behind_preempted or not self._admit(sequence):
                 return
 
     def _rank(self, sequence: SequenceView) -> Rank:
@@ -96,10 +96,12 @@ class _Step:
 
     def _admit(self, sequence: SequenceView) -> bool:
         """Admit a waiting sequence; False if it and those behind it have to wait."""
+        if self._prefill_left <= 0:
+            return False
         if not self._fits(sequence):
             self._make_way(sequence)
         wanted = self._wanted(sequence)
-        if wanted <= 0 or not self._fits(sequence):
+        if wanted <= 0 or not self._has_room_in_step() or not self._fits(sequence):
             return False
         alone = not self._running
         if self._grant(sequence, wanted):

@@ -258,6 +258,12 @@ class SimulatedCore:
             raise ConformanceError(f"{arrival} can never fit into {self.num_pages} pages")
         self._future.append(arrival)
 
+    def cancel(self, sequence_id: int) -> None:
+        """End a sequence that is alive, as its owner does between two rounds."""
+        sequence = self._alive[sequence_id]
+        self._end(sequence)
+        self.cancelled.append(sequence)
+
     def step(self, scheduler: Any) -> Decision:
         """Run one round: arrivals and cancellations, the scheduler, the step it decided."""
         self._arrive()
@@ -339,8 +345,7 @@ class SimulatedCore:
         for sequence in list(self._alive.values()):
             due = sequence.arrival.cancel_round
             if due is not None and due <= self.round:
-                self._end(sequence)
-                self.cancelled.append(sequence)
+                self.cancel(sequence.sequence_id)
 
     def _leader(self) -> int | None:
         for sequence in self._alive.values():

@@ -1,9 +1,10 @@
 """Attention "paged": plain torch over pages, for batches that mix everything, in one fixed order.
 
-A query's result is put together page by page: scores, maximum, exponentials and weighted values of each
-page by itself, then the pages combined in ascending order. Both paths below do exactly that for each row,
-with matrix products whose number of rows is a multiple of four (BLAS adds in another order for the rows
-left over), so a row's bits do not depend on the batch, the chunking or the path:
+A query's result is put together page by page: scores, maximum, exponentials and weighted values
+of each page by itself, then the pages combined in ascending order. Both paths below do exactly that
+for each row, with matrix products whose number of rows is a multiple of four (BLAS adds in another
+order for the rows left over) and whose rows begin equally aligned. So a row's bits do not depend on
+the batch, the chunking or the path; ``product_probe`` tries at build time whether BLAS plays along.
 
 * rows of sequences with one query (decoding) go together: one product over all (row, page) pairs;
 * longer queries (prefill) go sequence by sequence in tiles, one product per page.
@@ -14,78 +15,26 @@ No row is ever padded to the longest sequence of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 from deepinfer_core.batch import Batch, GroupBatch
+from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
+from deepinfer_core.builtin.product_probe import dependent_products
+from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec
 
 ROW_MULTIPLE = 4
-"""Rows of a product come in multiples of this, so that BLAS adds in the same order for all of them."""
+"""Rows of a product come in multiples of this, so that BLAS adds in one order for all of them."""
 
 TILE_ROWS = 256
 """Query tokens of one tile; keeps a page's scores within a core's cache."""
-
-
-class PagedStorage:
-    """Keys and values of one group: per layer [num_pages, num_kv_heads, page_size, dim]."""
-
-    def __init__(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> None:
-        self.group = group
-        dtype = getattr(torch, group.dtype)
-        shape = (num_pages, group.num_kv_heads, group.page_size)
-        layers = group.storage_layers
-        self.keys = [torch.empty(*shape, group.key_dim, dtype=dtype, device=device) for _ in layers]
-        self.values = [
-            torch.empty(*shape, group.value_dim, dtype=dtype, device=device) for _ in layers
-        ]
-        # A layer that writes nothing reads what the last writer before it wrote.
-        self._place = {
-            layer: max(i for i, writer in enumerate(layers) if writer <= layer)
-            for layer in group.layers
-        }
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that a model layer reads."""
-        place = self._place[layer]
-        return self.keys[place], self.values[place]
-
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages (source, target) for every layer."""
-        if not pairs:
-            return
-        source, target = (torch.tensor(side) for side in zip(*pairs, strict=True))
-        for tensor in (*self.keys, *self.values):
-            tensor[target] = tensor[source]
-
-    def export_page(self, page: int) -> bytes:
-        """Layer by layer: keys, then values, each [num_kv_heads, page_size, dim] as stored."""
-        parts = []
-        for keys, values in zip(self.keys, self.values, strict=True):
-            parts += [keys[page], values[page]]
-        return b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts)
-
-    def import_page(self, page: int, data: bytes) -> None:
-        """Inverse of ``export_page``."""
-        if len(data) != self.group.bytes_per_page:
-            raise ValueError(
-                f"page of group {self.group.name!r} has {len(data)} bytes, "
-                f"expected {self.group.bytes_per_page}"
-            )
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        start = 0
-        for pair in zip(self.keys, self.values, strict=True):
-            for tensor in pair:
-                target = tensor[page]
-                size = target.numel() * target.element_size()
-                target.copy_(raw[start : start + size].view(target.dtype).view(target.shape))
-                start += size
 
 
 @frozen(kw_only=True, eq=False)
@@ -154,6 +103,9 @@ class PagedAttention:
 
     def __init__(self, context: AttentionContext) -> None:
         self._context = context
+        if context.batch_invariant:
+            for group in context.groups:
+                _require_invariance(group, context)
 
     def allocate(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> PagedStorage:
         """Memory for a group; content undefined."""
@@ -191,12 +143,13 @@ class PagedAttention:
         keys, values = storage.layer(layer)
         if k is not None and v is not None:
             _write(keys, values, k, v, plan)
-        kv_heads, value_dim = keys.shape[1], values.shape[-1]
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        scaled = (q * params.scale).to(wide)
+        kv_heads, value_dim = keys.shape[1], storage.group.value_dim
+        scaled = (q * params.scale).to(_wide(q.dtype))
+        if keys.shape[-1] > q.shape[-1]:
+            scaled = functional.pad(scaled, (0, keys.shape[-1] - q.shape[-1]))
         out = torch.empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
         if plan.singles is not None:
-            result = _attend_singles(scaled, keys, values, plan.singles, params)
+            result = _attend_singles(scaled, keys, values, plan.singles, params)[..., :value_dim]
             if plan.singles.rows is None:
                 out.copy_(result)
             else:
@@ -204,8 +157,31 @@ class PagedAttention:
         for tile in plan.tiles:
             rows = scaled[tile.start : tile.stop].unflatten(1, (kv_heads, -1))
             result = _attend_tile(rows.permute(1, 0, 2, 3), keys, values, tile, params)
-            out[tile.start : tile.stop] = result.permute(1, 0, 2, 3).flatten(1, 2)
+            result = result.permute(1, 0, 2, 3)[..., :value_dim]
+            out[tile.start : tile.stop] = result.flatten(1, 2)
         return out
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _require_invariance(group: CacheGroupSpec, context: AttentionContext) -> None:
+    reason = dependent_products(
+        key_dim=padded_dim(group.key_dim),
+        value_dim=padded_dim(group.value_dim),
+        page_size=group.page_size,
+        dtype=_wide(getattr(torch, context.dtype)),
+    )
+    if reason is not None:
+        raise CompositionError(
+            f"attention 'paged' cannot be batch-invariant for cache group {group.name!r} on this "
+            "machine",
+            [
+                reason,
+                "set engine.batch_invariant to false, or engine.page_size to a multiple of 8",
+            ],
+        )
 
 
 def _write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -215,6 +191,8 @@ def _write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, plan: Plan) -> No
         values.index_fill_(0, plan.fresh_pages, 0)
     if plan.write_rows is not None:
         k, v = k[plan.write_rows], v[plan.write_rows]
+    # Columns beyond are padding and stay zero.
+    keys, values = keys[..., : k.shape[-1]], values[..., : v.shape[-1]]
     keys[plan.write_pages, :, plan.write_offsets] = k.to(keys.dtype)
     values[plan.write_pages, :, plan.write_offsets] = v.to(values.dtype)
 
@@ -273,14 +251,12 @@ def _tiles(
 ) -> list[Tile]:
     begin, end = (int(edge) for edge in batch.query_starts[index : index + 2])
     multiple = ROW_MULTIPLE // math.gcd(ROW_MULTIPLE, heads_per_kv)
-    return [
-        Tile(
-            start=start,
-            stop=min(start + TILE_ROWS, end),
-            blocks=tuple(_blocks(batch, group, spec, index, start, min(start + TILE_ROWS, end), multiple)),
-        )
-        for start in range(begin, end, TILE_ROWS)
-    ]  # fmt: skip
+    tiles = []
+    for start in range(begin, end, TILE_ROWS):
+        stop = min(start + TILE_ROWS, end)
+        blocks = _blocks(batch, group, spec, index, rows=slice(start, stop), multiple=multiple)
+        tiles.append(Tile(start=start, stop=stop, blocks=tuple(blocks)))
+    return tiles
 
 
 def _blocks(
@@ -288,12 +264,13 @@ def _blocks(
     group: GroupBatch,
     spec: CacheGroupSpec,
     index: int,
-    start: int,
-    stop: int,
+    *,
+    rows: slice,
     multiple: int,
 ) -> list[Block]:
+    """Pages that token rows ``rows`` of sequence ``index`` see something of."""
     size = spec.page_size
-    positions = batch.positions[start:stop].astype(np.int64)
+    positions = batch.positions[rows].astype(np.int64)
     lowest = np.full(len(positions), int(group.visible_from[index]), np.int64)
     if spec.window:
         lowest = np.maximum(lowest, positions - spec.window + 1)
@@ -332,7 +309,7 @@ def _attend_singles(
     grouped = q.reshape(num_rows, kv_heads, heads_per_kv, -1)
     width = -(-heads_per_kv // ROW_MULTIPLE) * ROW_MULTIPLE
     if width > heads_per_kv:
-        grouped = torch.nn.functional.pad(grouped, (0, 0, 0, width - heads_per_kv))
+        grouped = functional.pad(grouped, (0, 0, 0, width - heads_per_kv))
     pairs = singles.pair_row.shape[0]
     queries = grouped.index_select(0, singles.pair_row).view(pairs * kv_heads, width, -1)
     page_keys = keys.index_select(0, singles.pair_page).to(q.dtype)
@@ -347,7 +324,7 @@ def _attend_singles(
     ).view(pairs, kv_heads, width, value_dim)
     if singles.several:
         maxima, masses, sums = _combine_pairs(maxima, masses, sums, singles)
-    result = _finish(maxima, masses, sums, params, kv_heads, heads_per_kv)
+    result = _finish(maxima, masses, sums, params, heads_per_kv=heads_per_kv)
     return result[:, :, :heads_per_kv].reshape(num_rows, kv_heads * heads_per_kv, value_dim)
 
 
@@ -370,7 +347,7 @@ def _attend_tile(
     size, value_dim = keys.shape[2], values.shape[-1]
     needed = max(block.computed for block in tile.blocks)
     if needed > num_rows:
-        q = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, needed - num_rows))
+        q = functional.pad(q, (0, 0, 0, 0, 0, needed - num_rows))
     q = q.reshape(kv_heads, max(needed, num_rows) * per_kv, -1)
     parts = []
     total = q.new_full((kv_heads, num_rows * per_kv, 1), -torch.inf)
@@ -400,8 +377,7 @@ def _attend_tile(
         mass.view(kv_heads, num_rows, per_kv, 1).transpose(0, 1),
         summed.view(kv_heads, num_rows, per_kv, value_dim).transpose(0, 1),
         params,
-        kv_heads,
-        per_kv,
+        heads_per_kv=per_kv,
     )
     return result.transpose(0, 1)
 
@@ -417,16 +393,16 @@ def _finish(
     masses: Tensor,
     sums: Tensor,
     params: AttentionParams,
-    kv_heads: int,
+    *,
     heads_per_kv: int,
 ) -> Tensor:
     """Divide by the softmax's mass; [rows, kv_heads, width, dim]."""
     if params.sinks is None:
         return sums / masses
-    sinks = params.sinks.to(sums.dtype).view(1, kv_heads, heads_per_kv, 1)
+    sinks = params.sinks.to(sums.dtype).view(1, -1, heads_per_kv, 1)
     width = maxima.shape[2]
     if width > heads_per_kv:
-        sinks = torch.nn.functional.pad(sinks, (0, 0, 0, width - heads_per_kv))
+        sinks = functional.pad(sinks, (0, 0, 0, width - heads_per_kv))
     total = torch.maximum(maxima, sinks)
     factors = (maxima - total).exp()
     return sums * factors / (masses * factors + (sinks - total).exp())

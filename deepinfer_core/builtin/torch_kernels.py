@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
+from torch.nn import functional
 
+from deepinfer_core.builtin.product_probe import dependent_rows, wrong_products
 from deepinfer_core.components import Priority, Verified
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS, MoeExperts
 
 _PACK_ROWS = 64
 """Row count oneDNN is told when it chooses a weight layout; measured best from 1 to 512 rows."""
+
+
+_ALIGNED = 16
+"""Numbers to a multiple of which the rows of plain products are padded."""
+
+_UNROLLED = 64
+"""Most numbers that torch's element loops take at once; what is left over is computed otherwise."""
 
 
 class PackedLinear:
@@ -33,24 +42,27 @@ class PackedLinear:
 
 
 class PaddedLinear:
-    """``Linear`` through ``F.linear`` with rows padded so that each row is computed alike.
+    """``Linear`` through ``F.linear``, padded so that each row is computed alike.
 
-    Plain BLAS picks other kernels for one row, or for counts that are no multiple of four, and those
-    add in another order.
+    Plain BLAS picks other kernels for one row, or for counts that are no multiple of four, or where
+    rows begin unaligned, and those add in another order.
     """
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
-        """Keep the weight as it is."""
-        return weight.contiguous(), bias
+        """Align the weight's rows."""
+        beyond = -weight.shape[1] % _ALIGNED
+        padded = functional.pad(weight, (0, beyond)) if beyond else weight.contiguous()
+        return padded, bias, beyond
 
     def run(self, x: Tensor, handle: Any) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
-        weight, bias = handle
+        weight, bias, beyond = handle
         rows = x.shape[0]
-        padding = max(4, -(-rows // 4) * 4) - rows
-        if not padding:
-            return functional.linear(x, weight, bias)
-        return functional.linear(functional.pad(x, (0, 0, 0, padding)), weight, bias)[:rows]
+        below = max(4, -(-rows // 4) * 4) - rows
+        if below or beyond:
+            x = functional.pad(x, (0, beyond, 0, below))
+        out = functional.linear(x, weight, bias)
+        return out[:rows] if below else out
 
 
 class FastRmsNorm:
@@ -58,10 +70,10 @@ class FastRmsNorm:
 
     def run(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See the reference."""
-        if x.dtype != torch.float32:
-            wide = x.float()
-            return (wide * _inverse_rms(wide, eps)).to(x.dtype) * weight
-        return (x * _inverse_rms(x, eps)).mul_(weight)
+        if x.dtype in (torch.float32, torch.float64):
+            return (x * _inverse_rms(x, eps)).mul_(weight)
+        wide = x.float()
+        return (wide * _inverse_rms(wide, eps)).to(x.dtype) * weight
 
 
 class FastAddRmsNorm:
@@ -101,12 +113,24 @@ class FastRope:
 
 
 class FastSiluMul:
-    """``SiluMul`` with the product in place."""
+    """``SiluMul`` in few calls, each number computed alike wherever it stands."""
 
     def run(self, gate_up: Tensor) -> Tensor:
         """See the reference."""
         half = gate_up.shape[-1] // 2
-        return functional.silu(gate_up[..., :half]).mul_(gate_up[..., half:])
+        gate, up = gate_up[..., :half], gate_up[..., half:]
+        if _splits_evenly(half):
+            return functional.silu(gate).mul_(up)
+        # F.silu has one exponential for full vectors and another for what is left over at the end
+        # of a row or of a thread's share; torch.exp has one for all.
+        wide = gate if gate.dtype == torch.float64 else gate.float()
+        out = torch.neg(wide).exp_().add_(1).reciprocal_().mul_(wide)
+        return out.to(gate_up.dtype).mul_(up)
+
+
+def _splits_evenly(width: int) -> bool:
+    """Whether rows consist of full vectors, however many threads share them."""
+    return width % (_UNROLLED * math.lcm(*range(1, torch.get_num_threads() + 1))) == 0
 
 
 class PreparedExperts:
@@ -121,13 +145,13 @@ class PreparedExperts:
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Any) -> Tensor:
         """See the reference: same order of addition."""
-        out = torch.zeros_like(x, dtype=torch.float32)
+        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         silu_mul = FastSiluMul()
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)
             hidden = silu_mul.run(self._linear.run(x[rows], handle[0][expert]))
             y = self._linear.run(hidden, handle[1][expert])
-            out[rows] += y * weights[rows, places].unsqueeze(-1).float()
+            out[rows] += y * weights[rows, places].unsqueeze(-1).to(out.dtype)
         return out.to(x.dtype)
 
 
@@ -138,28 +162,19 @@ def _packing_objection(facts: OpFacts) -> str | None:
         return f"dense weights only, not {facts.weight_format}"
     if facts.dtype not in ("float32", "bfloat16"):
         return f"float32 or bfloat16 only, not {facts.dtype}"
+    linear, dtype = PackedLinear(), getattr(torch, facts.dtype)
     try:
-        return _probe_packing(getattr(torch, facts.dtype), facts.batch_invariant)
+        reason = wrong_products(linear, dtype)
+        return reason or (dependent_rows(linear, dtype) if facts.batch_invariant else None)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         return f"this torch cannot pack {facts.dtype} weights: {str(error).splitlines()[0]}"
 
 
-def _probe_packing(dtype: torch.dtype, batch_invariant: bool) -> str | None:
-    """Try it: right numbers, and rows that do not depend on how many there are."""
-    linear = PackedLinear()
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 80, generator=generator).to(dtype)
-    x = torch.randn(37, 80, generator=generator).to(dtype)
-    handle = linear.prepare(weight)
-    full = linear.run(x, handle)
-    if not torch.allclose(full, functional.linear(x, weight), rtol=2e-2, atol=2e-1):
-        return "its products are wrong on this machine"
-    differing = [
-        rows for rows in range(1, 37) if not torch.equal(linear.run(x[:rows], handle), full[:rows])
-    ]
-    if batch_invariant and differing:
-        return f"rows differ with the batch ({differing[:4]} rows) on this machine"
-    return None
+def _padding_objection(facts: OpFacts) -> str | None:
+    reason = _dense_objection(facts)
+    if reason is None and facts.batch_invariant and facts.device_type == "cpu":
+        return dependent_rows(PaddedLinear(), getattr(torch, facts.dtype))
+    return reason
 
 
 def _dense_objection(facts: OpFacts) -> str | None:
@@ -195,7 +210,7 @@ def _fast_providers() -> list[OpProvider]:
             priority=Priority.PORTABLE, batch_invariant=True,
         ),
         OpProvider(
-            op="linear", name="padded", build=lambda facts: PaddedLinear(), why_not=_dense_objection,
+            op="linear", name="padded", build=_builder(PaddedLinear), why_not=_padding_objection,
             priority=Priority.REFERENCE + 1, batch_invariant=True,
         ),
         OpProvider(

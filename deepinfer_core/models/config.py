@@ -1,14 +1,30 @@
-"""Read a Hugging Face configuration into what the decoder needs, reporting every problem at once."""
+"""Read a Hugging Face configuration into what the decoder needs; report all problems at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.rope import KINDS, REQUIRED, RopeSpec
+from deepinfer_core.models.rope import KINDS, RopeSpec, problems_of
+
+
+class Windowed(StrEnum):
+    """Which layers use ``sliding_window``, where ``layer_types`` does not say it."""
+
+    NEVER = "never"
+    """None: the architecture has no window."""
+    ALWAYS = "always"
+    """All; no switch."""
+    SWITCHED = "switched"
+    """All, if ``use_sliding_window``."""
+    LATE = "late"
+    """Those from ``max_window_layers`` on, if ``use_sliding_window``."""
+    UNROTATED = "unrotated"
+    """Those without rotary embedding, if ``use_sliding_window``."""
 
 
 @frozen(kw_only=True)
@@ -16,27 +32,58 @@ class Traits:
     """What one architecture does by itself, where its configuration has no key for it.
 
     Attributes:
-        qkv_bias: biases on query, key and value projections.
+        qkv_bias: biases on query, key and value projections, and none on the output's.
+        biases: whether ``attention_bias`` is heeded.
+        mlp_bias: whether ``mlp_bias`` is heeded.
         qk_norm: RMS norm on each query and key head.
-        window_by_default: every layer uses ``sliding_window`` unless ``layer_types`` says otherwise.
+        windowed: which layers use ``sliding_window``.
         mixture: some layers route to experts.
-        default_no_rope_interval: every n-th layer has no rotary embedding, 0 = all have.
+        unrotated: whether ``no_rope_layers`` and ``no_rope_layer_interval`` are heeded.
+        defaults: what fields mean that are missing, where it is not what they mean for Llama.
     """
 
     qkv_bias: bool = False
+    biases: bool = True
+    mlp_bias: bool = False
     qk_norm: bool = False
-    window_by_default: bool = False
+    windowed: Windowed = Windowed.NEVER
     mixture: bool = False
-    default_no_rope_interval: int = 0
+    unrotated: bool = False
+    defaults: Mapping[str, Any] = field(factory=dict)
 
 
+_QWEN = {"head_dim": 128, "max_position_embeddings": 32768, "max_window_layers": 28}
 ARCHITECTURES = {
-    "LlamaForCausalLM": Traits(),
-    "MistralForCausalLM": Traits(window_by_default=True),
-    "Qwen2ForCausalLM": Traits(qkv_bias=True),
-    "Qwen3ForCausalLM": Traits(qk_norm=True),
-    "Qwen3MoeForCausalLM": Traits(qk_norm=True, mixture=True),
-    "SmolLM3ForCausalLM": Traits(default_no_rope_interval=4),
+    "LlamaForCausalLM": Traits(mlp_bias=True),
+    "MistralForCausalLM": Traits(
+        biases=False,
+        windowed=Windowed.ALWAYS,
+        defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    ),
+    "Qwen2ForCausalLM": Traits(
+        qkv_bias=True,
+        biases=False,
+        windowed=Windowed.LATE,
+        defaults={"max_position_embeddings": 32768, "max_window_layers": 28},
+    ),
+    "Qwen3ForCausalLM": Traits(qk_norm=True, windowed=Windowed.LATE, defaults=_QWEN),
+    "Qwen3MoeForCausalLM": Traits(
+        qk_norm=True,
+        windowed=Windowed.SWITCHED,
+        mixture=True,
+        defaults={"max_position_embeddings": 32768},
+    ),
+    "SmolLM3ForCausalLM": Traits(
+        mlp_bias=True,
+        windowed=Windowed.UNROTATED,
+        unrotated=True,
+        defaults={
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 """Architectures of the decoder family."""
 
@@ -94,14 +141,16 @@ class _Reader:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self.config.get(key, default)
+        value = self.config.get(key)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             self.problems.append(f"{key}: expected a positive number, got {value!r}")
             return default
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.config.get(key, default)
+        value = self.config.get(key)
+        value = default if value is None else value
         if not isinstance(value, bool):
             self.problems.append(f"{key}: expected true or false, got {value!r}")
             return default
@@ -114,26 +163,19 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         CheckpointError: naming every missing, unsupported or contradictory field.
     """
-    read = _Reader(config)
     architecture = (config.get("architectures") or ["?"])[0]
     traits = ARCHITECTURES.get(architecture)
     if traits is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(f"architecture {architecture!r} is not one of {known}")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+    read = _Reader({**traits.defaults, **config})
+    if read.config.get("hidden_act", "silu") not in ("silu", "swish"):
         read.problems.append(f"hidden_act: only silu is supported, got {config['hidden_act']!r}")
-    layers, heads = read.positive("num_hidden_layers"), read.positive("num_attention_heads")
-    hidden = read.positive("hidden_size")
-    kv_heads = read.positive("num_key_value_heads", heads)
-    if heads % kv_heads:
-        read.problems.append(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    head_dim = read.positive("head_dim", hidden // heads or None)
-    bias = read.flag("attention_bias")
+    layers, hidden = read.positive("num_hidden_layers"), read.positive("hidden_size")
+    heads, kv_heads, head_dim = _heads(read, hidden)
+    bias = traits.biases and read.flag("attention_bias")
     max_position = read.positive("max_position_embeddings", 2048)
-    mixture = _mixture(read, traits, layers)
-    eos = config.get("eos_token_id")
+    use_rope = _use_rope(read, traits, layers)
     result = DecoderConfig(
         architecture=architecture,
         vocab_size=read.positive("vocab_size"),
@@ -147,80 +189,138 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         max_position=max_position,
         tied=read.flag("tie_word_embeddings"),
         qkv_bias=traits.qkv_bias or bias,
-        output_bias=bias and not traits.qkv_bias,
-        mlp_bias=read.flag("mlp_bias"),
+        output_bias=bias,
+        mlp_bias=traits.mlp_bias and read.flag("mlp_bias"),
         qk_norm=traits.qk_norm,
         rope=_rope(read, head_dim, max_position),
-        windows=_windows(read, traits, layers),
-        use_rope=_use_rope(read, traits, layers),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-        **mixture,
+        windows=_windows(read, traits, use_rope),
+        use_rope=use_rope,
+        eos_token_ids=_ends(read),
+        **_mixture(read, traits, layers),
     )
     if read.problems:
         raise CheckpointError(f"configuration of {architecture} cannot be used", read.problems)
     return result
 
 
+def _heads(read: _Reader, hidden: int) -> tuple[int, int, int]:
+    """Query heads, key-value heads, numbers per head."""
+    heads = read.positive("num_attention_heads")
+    kv_heads = read.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        read.problems.append(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    return heads, kv_heads, read.positive("head_dim", hidden // heads or None)
+
+
+def _ends(read: _Reader) -> tuple[int, ...]:
+    found = read.config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        read.problems.append(f"eos_token_id: expected a token id or a list of them, got {found!r}")
+        return ()
+    return tuple(ids)
+
+
 def _rope(read: _Reader, head_dim: int, max_position: int) -> RopeSpec:
-    parameters = read.config.get("rope_parameters") or {}
-    scaling = parameters or read.config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    config = read.config
+    options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in options.values()):
+        read.problems.append("rope_parameters: different ones by layer type are not supported")
+        options = {}
+    kind = options.get("rope_type") or options.get("type") or "default"
     if kind not in KINDS:
         read.problems.append(f"rope type {kind!r} is not one of {', '.join(KINDS)}")
         kind = "default"
-    for key in REQUIRED[kind]:
-        if not isinstance(scaling.get(key), int | float):
-            read.problems.append(f"rope type {kind!r} needs a number for {key!r}")
-    theta = parameters.get("rope_theta") or read.config.get("rope_theta") or 10000.0
-    share = parameters.get("partial_rotary_factor") or read.config.get("partial_rotary_factor")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if options.get(key) is None:
+            options[key] = config.get(key)
+    original = "original_max_position_embeddings"
+    options[original] = config.get(original) or options.get(original) or max_position
+    theta = _rope_number(read, options, "rope_theta", 10000.0)
+    share = _rope_number(read, options, "partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim % 2:
+        read.problems.append(
+            f"head_dim {head_dim} with partial_rotary_factor {share:g}: "
+            f"cannot rotate {rotary_dim} numbers in pairs"
+        )
+    read.problems += problems_of(kind, options, rotary_dim)
     return RopeSpec(
-        kind=kind,
-        theta=float(theta),
-        rotary_dim=int(head_dim * (share or 1.0)) // 2 * 2,
-        max_position=max_position,
-        options=dict(scaling),
+        kind=kind, theta=theta, rotary_dim=rotary_dim, max_position=max_position, options=options
     )
 
 
-def _windows(read: _Reader, traits: Traits, layers: int) -> tuple[int, ...]:
-    config = read.config
-    window = config.get("sliding_window")
-    if not traits.window_by_default and not config.get("use_sliding_window", False):
-        window = None
-    if window is None:
+def _rope_number(read: _Reader, options: Mapping[str, Any], key: str, default: float) -> float:
+    value = default if options[key] is None else options[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        read.problems.append(f"{key}: expected a positive number, got {value!r}")
+        return default
+    return float(value)
+
+
+def _windows(read: _Reader, traits: Traits, use_rope: tuple[bool, ...]) -> tuple[int, ...]:
+    config, layers, how = read.config, len(use_rope), traits.windowed
+    if how is Windowed.NEVER:
         return (0,) * layers
-    if type(window) is not int or window < 1:
-        read.problems.append(f"sliding_window: expected a positive whole number, got {window!r}")
+    on = how is Windowed.ALWAYS or read.flag("use_sliding_window")
+    window = read.positive("sliding_window") if on and config.get("sliding_window") else 0
+    sliding = _sliding(read, how, use_rope)
+    if sliding is None:
         return (0,) * layers
-    types = config.get("layer_types")
-    if types is None:
-        first = 0 if traits.window_by_default else int(config.get("max_window_layers") or 0)
-        return tuple(window if layer >= first else 0 for layer in range(layers))
-    if len(types) != layers:
-        read.problems.append(f"layer_types has {len(types)} entries for {layers} layers")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    listed = config.get("layer_types") is not None
+    if listed and any(sliding) and not window:
+        read.problems.append(
+            "layer_types has 'sliding_attention', but sliding_window is null or switched off"
+        )
+    return tuple(window if slides else 0 for slides in sliding)
+
+
+def _sliding(read: _Reader, how: Windowed, use_rope: tuple[bool, ...]) -> list[bool] | None:
+    """Which layers have a window if there is one; None if the configuration is wrong."""
+    layers, types = len(use_rope), read.config.get("layer_types")
+    if types is not None and how is not Windowed.SWITCHED:
+        unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
+        if unknown:
+            read.problems.append(f"layer_types: {', '.join(unknown)} not supported")
+        if len(types) != layers:
+            read.problems.append(f"layer_types has {len(types)} entries for {layers} layers")
+            return None
+        return [kind == "sliding_attention" for kind in types]
+    if how is Windowed.LATE:
+        first = read.config.get("max_window_layers")
+        if type(first) is not int or first < 0:
+            read.problems.append(f"max_window_layers: expected a whole number >= 0, got {first!r}")
+            return None
+        return [layer >= first for layer in range(layers)]
+    if how is Windowed.UNROTATED:
+        return [not rotated for rotated in use_rope]
+    return [True] * layers
 
 
 def _use_rope(read: _Reader, traits: Traits, layers: int) -> tuple[bool, ...]:
-    listed = read.config.get("no_rope_layers")
-    if listed:
-        if len(listed) != layers:
-            read.problems.append(f"no_rope_layers has {len(listed)} entries for {layers} layers")
-        return tuple(bool(flag) for flag in listed)
-    every = traits.default_no_rope_interval
-    if not every:
+    if not traits.unrotated:
         return (True,) * layers
-    every = read.positive("no_rope_layer_interval", every)
-    return tuple((layer + 1) % every != 0 for layer in range(layers))
+    listed = read.config.get("no_rope_layers")
+    if listed is None:
+        every = read.positive("no_rope_layer_interval")
+        return tuple((layer + 1) % every != 0 for layer in range(layers))
+    if len(listed) < layers:
+        read.problems.append(f"no_rope_layers has {len(listed)} entries for {layers} layers")
+        return (True,) * layers
+    return tuple(bool(flag) for flag in listed[:layers])
 
 
 def _mixture(read: _Reader, traits: Traits, layers: int) -> dict[str, Any]:
     if not traits.mixture:
         return {"experts": (False,) * layers}
-    experts = read.positive("num_experts")
+    # Newer files call it num_local_experts.
+    name = "num_experts" if "num_experts" in read.config else "num_local_experts"
+    experts = read.positive(name)
     chosen = read.positive("num_experts_per_tok")
     if chosen > experts:
-        read.problems.append(f"num_experts_per_tok {chosen} exceeds num_experts {experts}")
+        read.problems.append(f"num_experts_per_tok {chosen} exceeds {name} {experts}")
     dense = set(read.config.get("mlp_only_layers") or ())
     step = read.positive("decoder_sparse_step", 1)
     return {

@@ -1,4 +1,4 @@
-"""Rotary frequencies: plain, linear, Llama 3 and YaRN scaling."""
+"""Rotary frequencies: plain, linear, Llama 3, YaRN and per-frequency scaling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RopeSpec:
     """How positions turn into angles.
 
     Attributes:
-        kind: "default", "linear", "llama3" or "yarn".
+        kind: one of ``KINDS``.
         theta: base of the geometric progression.
         rotary_dim: leading numbers of a head that are rotated.
         max_position: positions the model is configured for.
@@ -30,21 +30,44 @@ class RopeSpec:
     options: Mapping[str, Any]
 
 
-KINDS = ("default", "linear", "llama3", "yarn")
-"""Scalings that are understood; others are refused by name."""
-
-REQUIRED = {
+_REQUIRED = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": (),
 }
-"""Keys each kind needs."""
+KINDS = tuple(_REQUIRED)
+"""Scalings that are understood; others are refused by name."""
+
+
+def problems_of(kind: str, options: Mapping[str, Any], rotary_dim: int) -> list[str]:
+    """What is wrong with the options of a scaling.
+
+    Args:
+        kind: one of ``KINDS``.
+        options: keys of the configuration.
+        rotary_dim: numbers of a head that are rotated.
+    """
+    problems = [
+        f"rope type {kind!r} needs a positive number for {key!r}, got {options.get(key)!r}"
+        for key in (*_REQUIRED[kind], "original_max_position_embeddings")
+        if not _is_positive(options.get(key))
+    ]
+    if kind != "longrope":
+        return problems
+    short, long = options.get("short_factor"), options.get("long_factor")
+    if short != long:
+        # The choice between the two depends on a sequence's length: when it grows past a limit, all
+        # of its earlier tokens would have to be computed again.
+        problems.append("rope type 'longrope' is supported only where short_factor is long_factor")
+    elif not isinstance(short, list) or len(short) != rotary_dim // 2:
+        problems.append(f"rope type 'longrope' needs {rotary_dim // 2} numbers in short_factor")
+    return problems
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
@@ -57,6 +80,8 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
         return _llama3(plain, spec.options), 1.0
     if spec.kind == "yarn":
         return _yarn(plain, spec)
+    if spec.kind == "longrope":
+        return _longrope(plain, spec)
     return plain, 1.0
 
 
@@ -88,7 +113,7 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
     """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, sharpen attention."""
     options, dim = spec.options, spec.rotary_dim
     factor = float(options["factor"])
-    original = float(options.get("original_max_position_embeddings") or spec.max_position)
+    original = float(options["original_max_position_embeddings"])
 
     def scale(size: float, times: float = 1.0) -> float:
         return 0.1 * times * math.log(size) + 1.0 if size > 1 else 1.0
@@ -111,3 +136,14 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
     span = (high - low) or 0.001
     ramp = ((torch.arange(dim // 2).float() - low) / span).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp), float(attention)
+
+
+def _longrope(plain: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024) with one list of divisors for all lengths."""
+    options = spec.options
+    attention = options.get("attention_factor")
+    if attention is None:
+        original = float(options["original_max_position_embeddings"])
+        factor = float(options.get("factor") or spec.max_position / original)
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return plain / torch.tensor(options["short_factor"], dtype=torch.float32), float(attention)

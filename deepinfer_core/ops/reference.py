@@ -1,8 +1,8 @@
 """Every op in plain torch: the specification that providers are compared with.
 
 All ops accept float32, bfloat16 or float64 tensors and compute in at least float32. Inputs may be
-non-contiguous unless an op says otherwise; outputs are new tensors. ``prepare`` runs once at load and may
-repack; its handle is opaque to models.
+non-contiguous unless an op says otherwise; outputs are new tensors unless an op says otherwise.
+``prepare`` runs once at load and may repack; its handle is opaque to models.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
+from torch.nn import functional
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class AddRmsNorm:
     """Residual addition followed by ``RmsNorm``."""
 
     def run(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns (``x + delta``, its norm); inputs are left as they were or ``x`` may be reused."""
+        """Return (``x + delta``, its norm); the sum may be written over ``x``."""
         total = x + delta
         return total, RmsNorm().run(total, weight, eps)
 
@@ -107,7 +107,8 @@ class MoeGate:
     def run(self, logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
         """[n, num_experts] -> (weights [n, top_k] float32, ids [n, top_k] int64).
 
-        Ids in descending probability; the lower id wins ties. ``renormalise`` makes weights sum to 1.
+        Ids in descending probability; the lower id wins ties. ``renormalise`` makes the weights
+        sum to 1.
         """
         probabilities = torch.softmax(_wide(logits), -1)
         ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)

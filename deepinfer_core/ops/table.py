@@ -1,4 +1,4 @@
-"""Bind one provider to every op, once, with the reasons against the others kept for ``plan --ops``."""
+"""Bind one provider to every op, once; reasons against the others are kept for ``plan --ops``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def choose(
 
     Args:
         sets: (name of the kernel set, its providers).
-        facts: what providers may judge by; with ``batch_invariant`` set, providers whose rows depend
-            on each other are refused.
+        facts: what providers may judge by; with ``batch_invariant`` set, providers whose rows
+            depend on each other are refused.
         ops: ops that must be served.
 
     Raises:
@@ -65,11 +65,12 @@ def choose(
         for source, provider in offers:
             if provider.op != op:
                 continue
-            reason = _objection(provider, facts)
-            if reason is None and winner is None:
+            # Some objections are found by trying, which takes time: who lost anyway is not asked.
+            reason = "lower priority" if winner is not None else _objection(provider, facts)
+            if reason is None:
                 winner = source, provider
             else:
-                refused.append((f"{source}/{provider.name}", reason or "lower priority"))
+                refused.append((f"{source}/{provider.name}", reason))
         if winner is None:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "no kernel set has it"
             problems.append(f"{op}: {reasons}")

@@ -1,14 +1,11 @@
 """A scheduler through any history: hypothesis decides what arrives, when, and who gives up.
 
-class AcmeHistory(SchedulerHistory):
-    make = staticmethod(lambda context: AcmeScheduler(AcmeConfig(), context))
-
-TestAcmeHistory = AcmeHistory.TestCase
+To use it, subclass ``SchedulerHistory``, override ``make``, and put ``TestCase`` of the subclass
+where pytest finds it (``TestAcmeHistory = AcmeHistory.TestCase``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from hypothesis import strategies as st
@@ -20,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from deepinfer_core.errors import ConformanceError
 from deepinfer_core.interfaces.scheduler import SchedulerContext
 from deepinfer_core.testing.simulation import Arrival, Decision, SimulatedCore
 
@@ -34,15 +32,20 @@ class SchedulerHistory(RuleBasedStateMachine):
     is left finishes.
 
     Attributes:
-        make: builds the scheduler under test.
         patience_rounds: see ``SchedulerContract``.
     """
 
-    make: ClassVar[Callable[[SchedulerContext], Any]]
     patience_rounds: ClassVar[int] = 16
 
     core: SimulatedCore
     scheduler: Any
+
+    @staticmethod
+    def make(context: SchedulerContext) -> Any:
+        """Build the scheduler under test; override it."""
+        raise ConformanceError(
+            "SchedulerHistory.make is not overridden: build your scheduler there"
+        )
 
     @initialize(
         num_pages=st.integers(6, 24),

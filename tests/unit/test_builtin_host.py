@@ -79,7 +79,8 @@ def test_every_config_class_belongs_to_a_component() -> None:
 
 def test_the_plugin_is_light() -> None:
     code = (
-        "import sys; from deepinfer_core import builtin; from deepinfer_core.components import Slot\n"
+        "import sys\nfrom deepinfer_core import builtin\n"
+        "from deepinfer_core.components import Slot\n"
         "offers = [getattr(builtin, slot.hook)() for slot in Slot]\n"
         "heavy = {'torch', 'structlog', 'jinja2', 'tokenizers', 'gguf', 'safetensors', 'numpy'}\n"
         "print(*sorted(heavy & set(sys.modules)))"
@@ -146,7 +147,7 @@ def test_template_sees_tools_and_options() -> None:
 
 def test_a_model_without_template_refuses_only_conversations() -> None:
     silent = recipe(None)
-    with pytest.raises(RequestError, match="no chat template.*prompt instead"):
+    with pytest.raises(RequestError, match=r"no chat template.*prompt instead"):
         silent.render([{"role": "user", "content": "x"}])
 
 

@@ -232,7 +232,7 @@ def test_an_urgent_request_takes_a_seat() -> None:
     assert 4 in dict(core.decisions[10].granted)
 
 
-# --------------------------------------------------------------------------- configuration, histories
+# --------------------------------------------------------------------------- options, histories
 
 
 @pytest.mark.parametrize(
@@ -250,15 +250,16 @@ def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
 
 
 class FcfsHistory(SchedulerHistory):
-    make = staticmethod(lambda context: FcfsScheduler(FcfsConfig(), context))
+    @staticmethod
+    def make(context: SchedulerContext) -> FcfsScheduler:
+        return FcfsScheduler(FcfsConfig(), context)
 
 
 class TightHistory(SchedulerHistory):
-    make = staticmethod(
-        lambda context: FcfsScheduler(
-            FcfsConfig(headroom_tokens=0, prefill_chunk_tokens=2, ageing_s=0.01), context
-        )
-    )
+    @staticmethod
+    def make(context: SchedulerContext) -> FcfsScheduler:
+        config = FcfsConfig(headroom_tokens=0, prefill_chunk_tokens=2, ageing_s=0.01)
+        return FcfsScheduler(config, context)
 
 
 TestFcfsHistory = FcfsHistory.TestCase
@@ -269,7 +270,9 @@ TestTightHistory.settings = settings(max_examples=25, stateful_step_count=25)
 
 def test_histories_catch_a_wrong_scheduler() -> None:
     class WrongHistory(SchedulerHistory):
-        make = staticmethod(BROKEN["never preempts"][0])
+        @staticmethod
+        def make(context: SchedulerContext) -> Any:
+            return BROKEN["never preempts"][0](context)
 
     case = WrongHistory.TestCase
     case.settings = settings(

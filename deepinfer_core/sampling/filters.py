@@ -58,8 +58,10 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> Candidates:
         return Candidates(token_ids=ids, x=_scaled(logits, largest, params))
     ids = torch.sort(_survivors(logits, largest, params)).values
     x = _scaled(logits[ids], largest, params)
-    allowed = x > -torch.inf
-    return Candidates(token_ids=ids[allowed], x=x[allowed])
+    if params.top_k:  # more may be asked for than are allowed
+        allowed = where(x > -torch.inf)
+        ids, x = ids[allowed], x[allowed]
+    return Candidates(token_ids=ids, x=x)
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -93,27 +95,18 @@ def _survivors(logits: torch.Tensor, largest: float, params: SamplingParams) -> 
     if limit == vocab and params.top_p == 1.0 and floor is not None:
         x = _scaled(logits, largest, params)
         return where(x >= floor)
-    needed = None
-    if params.top_p < 1.0:
-        total = masses(_scaled(logits, largest, params)).sum()
-        needed = torch.ceil(total.to(torch.float64) * params.top_p).to(torch.int64)
-    size = limit if needed is None and floor is None else min(limit, _FIRST_HEAD)
+    mass = masses(_scaled(logits, largest, params)) if params.top_p < 1.0 else None
+    size = limit if mass is None and floor is None else min(limit, _FIRST_HEAD)
     while True:
         ordered = head(logits, size)
-        kept = _prefix(_scaled(logits[ordered], largest, params), needed, floor)
+        kept = size + 1
+        if mass is not None:
+            needed = torch.ceil(mass.sum().to(torch.float64) * params.top_p)
+            short = torch.cumsum(mass[ordered], dim=0) < needed.to(torch.int64)
+            kept = min(kept, int(short.sum()) + 1)
+        if floor is not None:
+            likely = int((_scaled(logits[ordered], largest, params) >= floor).sum())
+            kept = min(kept, likely) if likely < size else kept
         if kept <= size or size == limit:
             return ordered[: min(kept, size)]
         size = min(limit, size * _HEAD_GROWTH)
-
-
-def _prefix(x: torch.Tensor, needed: torch.Tensor | None, floor: float | None) -> int:
-    """Return how many of the first tokens top-p and min-p keep; one more than there are if all."""
-    kept = x.shape[0] + 1
-    if needed is not None:
-        before = torch.cumsum(masses(x), dim=0) < needed
-        kept = min(kept, int(before.sum()) + 1)
-    if floor is not None:
-        likely = int((x >= floor).sum())
-        if likely < x.shape[0]:
-            kept = min(kept, likely)
-    return kept

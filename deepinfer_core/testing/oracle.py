@@ -6,7 +6,7 @@ one sequence at a time, and ``assert_lossless`` compares an engine with an oracl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +15,17 @@ from attrs import frozen
 
 from deepinfer_core.batch import Batch, GroupBatch
 from deepinfer_core.interfaces.attention import AttentionParams
+from deepinfer_core.interfaces.kernels import OpFacts
+from deepinfer_core.interfaces.model import BuildRequest
+from deepinfer_core.ops.table import OpTable, choose
 from deepinfer_core.requests import Request, SamplingParams
+from deepinfer_core.testing.reference_kernels import ReferenceKernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deepinfer_core.interfaces.model import Model, ModelSpec
+    from deepinfer_core.interfaces.checkpoint import Checkpoint
+    from deepinfer_core.interfaces.model import Model, ModelFamily, ModelSpec
     from deepinfer_core.kv.layout import CacheGroupSpec
 
 
@@ -62,7 +67,7 @@ def _attend_one(query: Tensor, k: Tensor, v: Tensor, params: AttentionParams) ->
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     if params.sinks is not None:
-        scores = torch.cat([scores, params.sinks.double().unsqueeze(-1)], dim=-1)
+        scores = torch.cat([scores, params.sinks.to(scores).unsqueeze(-1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)[:, : keys.shape[0]]
     return torch.einsum("hn,nhd->hd", weights, values)
 
@@ -205,15 +210,52 @@ class DenseStep:
         )
 
 
+def reference_model(
+    family: ModelFamily,
+    config: Mapping[str, Any],
+    read: Callable[[str], Tensor],
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Model:
+    """Build a model on the reference ops.
+
+    Args:
+        family: builds the model.
+        config: Hugging Face configuration.
+        read: ``name -> tensor``, as of a checkpoint.
+        dtype: computation dtype name.
+        device: torch device.
+    """
+    facts = OpFacts(device_type=device, dtype=dtype)
+    choices = choose([("reference", ReferenceKernels().providers())], facts)
+    request = BuildRequest(
+        config=config,
+        spec=family.describe(config, page_size=16, kv_dtype=dtype),
+        read=read,
+        read_packed=lambda name: None,
+        ops=OpTable(choices, facts),
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    with torch.inference_mode():
+        return family.build(request)
+
+
 class Oracle:
     """A greedy decoder of one sequence at a time.
 
     Args:
-        model: the model, built for the CPU in float32 (or float64).
+        model: the model, built for the CPU; see ``reference_model``.
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, family: ModelFamily) -> Oracle:
+        """The oracle of a checkpoint, in float32 on the reference ops."""
+        return cls(reference_model(family, checkpoint.config, checkpoint.read))
 
     def logits(self, token_ids: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
         """[len(rows), vocab_size], float32: what follows after each of ``rows`` (default: all)."""
@@ -271,7 +313,7 @@ def assert_lossless(
     At the end no page may be in use.
 
     Args:
-        engine: ``submit``, ``step`` and ``has_work`` of ``deepinfer_core.engine.Engine``.
+        engine: a ``deepinfer_core.engine.engine.Engine``, or what has its methods.
         prompts: token ids, at least one each.
         oracle: of the engine's own model.
         max_tokens: new tokens of each prompt.
@@ -288,7 +330,5 @@ def assert_lossless(
         assert tokens == expected, (
             f"prompt {request.prompt_token_ids}: the engine gives {tokens}, the oracle {expected}"
         )
-    cache = getattr(engine, "cache", None)
-    if cache is not None:
-        used = [usage.used for usage in cache.usage()]
-        assert not any(used), f"pages are in use although every request ended: {used}"
+    used = [usage.used for usage in engine.stats().pages]
+    assert not any(used), f"pages are in use although every request ended: {used}"

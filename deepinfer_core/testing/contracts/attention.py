@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from deepinfer_core.capabilities import Feature
+from deepinfer_core.capabilities import Facts, Feature
 from deepinfer_core.components import Slot
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
@@ -45,6 +45,15 @@ class AttentionContract(Contract):
         (4, 1, 24, 24),
         (9, 3, 64, 64),
     )
+
+    def facts(self) -> Facts:
+        """Return device, dtype and sizes."""
+        return Facts(
+            device_type=self.device_type,
+            dtype=self.dtypes[0],
+            head_dims=tuple(sorted({shape[2] for shape in self.shapes})),
+            page_size=self.page_size,
+        )
 
     def world(
         self,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from deepinfer_core.errors import ConformanceError
 
 if TYPE_CHECKING:
+    from deepinfer_core.capabilities import Facts
     from deepinfer_core.components import Component, Slot
 
 Factory = Callable[[Any], Any]
@@ -64,10 +65,15 @@ class Contract:
         if "_found" not in vars(contract):  # looking plugins up takes longer than most laws
             contract._found = find_component(self.slot, self.component, self.plugins)
         component = contract._found
-        reason = component.available()
+        facts = self.facts()
+        reason = component.available() or (facts and component.fits(facts))
         if reason is not None:
-            skip(f"{self.slot.value} {self.component!r} cannot run here: {reason}")
+            skip(f"{self.slot.value} {self.component!r} cannot be checked here: {reason}")
         return component
+
+    def facts(self) -> Facts | None:
+        """Return what the component is asked to fit, if the contract knows it."""
+        return None
 
     def offered(self) -> frozenset[str]:
         """Return the optional features whose laws apply."""

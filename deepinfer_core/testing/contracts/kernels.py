@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deepinfer_core.capabilities import Facts
 from deepinfer_core.components import Slot
 from deepinfer_core.interfaces.kernels import KernelsContext, KernelSet, OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS
-from deepinfer_core.testing.contracts.base import Contract
+from deepinfer_core.testing.contracts.base import Contract, skip
 from deepinfer_core.testing.numerics import assert_close, assert_same_bits
 from deepinfer_core.testing.op_cases import CASES, OpCase, cases
 
@@ -32,6 +33,10 @@ class KernelsContract(Contract):
     device_type: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
+    def facts(self) -> Facts:
+        """Return device and dtype."""
+        return Facts(device_type=self.device_type, dtype=self.dtypes[0])
+
     def kernels(self) -> KernelSet:
         """Return the set under test."""
         built: KernelSet = self.make(KernelsContext(device_type=self.device_type))
@@ -40,14 +45,22 @@ class KernelsContract(Contract):
     def serving(
         self, *, batch_invariant: bool = False
     ) -> Iterator[tuple[str, OpFacts, OpProvider]]:
-        """Every provider that can serve, with the facts it serves: (label, facts, provider)."""
+        """Every provider that can serve, with the facts it serves: (label, facts, provider).
+
+        Skips the test where there is none: a set of which nothing was checked has not passed.
+        """
+        served = False
         for provider in self.kernels().providers():
             for dtype in self.dtypes:
                 facts = OpFacts(
                     device_type=self.device_type, dtype=dtype, batch_invariant=batch_invariant
                 )
                 if provider.op in CASES and provider.why_not(facts) is None:
+                    served = True
                     yield f"{provider.op}/{provider.name} in {dtype}", facts, provider
+
+        if not served:
+            skip(f"no provider serves {self.device_type} with {', '.join(self.dtypes)}")
 
     def calls(self, facts: OpFacts, provider: OpProvider) -> Iterator[tuple[OpCase, Any, Any]]:
         """Every case of a provider's op: (case in the dtype, implementation, handle)."""

@@ -17,19 +17,15 @@ from torch import Tensor
 from deepinfer_core.capabilities import Feature
 from deepinfer_core.components import Slot
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.interfaces.kernels import OpFacts
 from deepinfer_core.interfaces.model import (
-    BuildRequest,
     Model,
     ModelContext,
     ModelFamily,
     ModelSpec,
 )
-from deepinfer_core.ops.table import OpTable, choose
 from deepinfer_core.testing.contracts.base import Contract, skip
 from deepinfer_core.testing.numerics import Family, assert_close, assert_same_bits
-from deepinfer_core.testing.oracle import DenseState, DenseStep, Part
-from deepinfer_core.testing.reference_kernels import ReferenceKernels
+from deepinfer_core.testing.oracle import DenseState, DenseStep, Part, reference_model
 
 TINY_LLAMA: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,8 +93,8 @@ class ModelContract(Contract):
 
     def build(self, dtype: str = "float32", reads: Counter[str] | None = None) -> Model:
         """Build the tiny model; ``reads`` counts the weights it asks for."""
-        family, spec = self.family(), self.spec()
-        shapes = {weight.name: weight.shape for weight in spec.weights}
+        family = self.family()
+        shapes = {weight.name: weight.shape for weight in self.spec().weights}
         reads = Counter() if reads is None else reads
 
         def read(name: str) -> Tensor:
@@ -107,19 +103,9 @@ class ModelContract(Contract):
                 raise CheckpointError(f"no tensor {name!r}: the spec does not name it")
             return self.weight(name, shapes[name])
 
-        facts = OpFacts(device_type=self.device_type, dtype=dtype)
-        choices = choose([("reference", ReferenceKernels().providers())], facts)
-        request = BuildRequest(
-            config=self.model_config,
-            spec=spec,
-            read=read,
-            read_packed=lambda name: None,
-            ops=OpTable(choices, facts),
-            dtype=dtype,
-            device=torch.device(self.device_type),
+        return reference_model(
+            family, self.model_config, read, dtype=dtype, device=self.device_type
         )
-        with torch.inference_mode():
-            return family.build(request)
 
     def run(
         self, model: Model, parts: Sequence[Part], rows: Sequence[int] | None = None

@@ -21,6 +21,9 @@ from deepinfer_core.interfaces.scheduler import Round, SchedulerContext, Sequenc
 
 Rank: TypeAlias = tuple[float, int]
 
+MOST_REFUSED = 8
+"""So many waiting sequences of one round may turn out not to be ready; each had pages pinned."""
+
 
 def build(config: FcfsConfig, context: SchedulerContext) -> FcfsScheduler:
     """Make the scheduler."""
@@ -49,6 +52,7 @@ class _Step:
         self._max_running = max_running
         self._running = sorted(round.running, key=self._rank)  # shrinks and grows with the round
         self._preempted: dict[int, Rank] = {}
+        self._refused = 0
         decodes = any(sequence.is_decoding for sequence in self._running)
         limit = config.prefill_chunk_tokens if decodes else 0
         self._prefill_left = limit or round.tokens_left
@@ -78,9 +82,25 @@ class _Step:
     def _serve(self, sequence: SequenceView) -> None:
         """Grant to a running sequence, at the cost of those of worse rank if pages are short."""
         while self._has_room_in_step() and (wanted := self._wanted(sequence)) > 0:
-            if self._grant(sequence, wanted) or self._running[-1] is sequence:
+            if self._grant(sequence, wanted):
+                return
+            victim = self._last_behind(sequence)
+            if victim is None:
                 return  # the last in line waits with what it holds: others will finish
-            self._preempt(self._running[-1])
+            self._preempt(victim)
+
+    def _last_behind(self, sequence: SequenceView) -> SequenceView | None:
+        """Return the running sequence of the worst rank, if that is worse than this one's.
+
+        Those that are finishing with this step are left alone: their pages come back anyway.
+        """
+        rank = self._rank(sequence)
+        for other in reversed(self._running):
+            if self._rank(other) <= rank:
+                return None
+            if other.remaining > 0:
+                return other
+        return None
 
     def _grant(self, sequence: SequenceView, num_tokens: int) -> int:
         is_prefill = not sequence.is_decoding
@@ -95,7 +115,11 @@ class _Step:
         self._running = [other for other in self._running if other is not sequence]
 
     def _admit(self, sequence: SequenceView) -> bool:
-        """Admit a waiting sequence; False if it and those behind it have to wait."""
+        """Admit a waiting sequence; False if it and those behind it have to wait.
+
+        Where all is well but the grant is refused, its stored prefix is still being loaded: that
+        holds nobody up.
+        """
         if self._prefill_left <= 0:
             return False
         if not self._fits(sequence):
@@ -103,11 +127,11 @@ class _Step:
         wanted = self._wanted(sequence)
         if wanted <= 0 or not self._has_room_in_step() or not self._fits(sequence):
             return False
-        alone = not self._running
         if self._grant(sequence, wanted):
             insort(self._running, sequence, key=self._rank)
             return True
-        return alone  # let somebody run at all
+        self._refused += 1
+        return self._refused <= MOST_REFUSED
 
     def _fits(self, sequence: SequenceView, without: Iterable[SequenceView] = ()) -> bool:
         """Whether a sequence can join and grow for a while before anybody must be preempted.
@@ -134,7 +158,9 @@ class _Step:
         behind = [
             other
             for other in self._running
-            if other.priority > sequence.priority and self._rank(other) > rank
+            if other.priority > sequence.priority
+            and self._rank(other) > rank
+            and other.remaining > 0
         ]
         for count in range(1, len(behind) + 1):
             if self._fits(sequence, behind[-count:]):

@@ -120,9 +120,9 @@ class Round(Protocol):
         """Let a sequence take part with up to ``num_tokens`` of its remaining tokens.
 
         Returns the number granted: ``num_tokens`` clipped to what remains and to ``tokens_left``,
-        or 0 if the step is full, pages are short, or the sequence was preempted in this round. A
-        waiting sequence is admitted by its first grant; a stored prefix may then shorten what
-        remains. Granting twice in one round is an error.
+        or 0 if the step is full, pages are short, the sequence was preempted in this round, or its
+        stored prefix is still being loaded. A waiting sequence is admitted by its first grant; a
+        stored prefix may then shorten what remains. Granting twice in one round is an error.
         """
         ...
 

@@ -29,6 +29,7 @@ class Arrival:
         output_tokens: tokens it will make, >= 1.
         priority: lower runs first.
         stored_tokens: prefix that a cache holds; found at every admission.
+        load_rounds: how long the prefix takes to be loaded; grants are refused until then.
         cancel_round: number of the round before which its owner cancels it, or None.
     """
 
@@ -37,6 +38,7 @@ class Arrival:
     output_tokens: int
     priority: int = 0
     stored_tokens: int = 0
+    load_rounds: int = 0
     cancel_round: int | None = None
 
     @property
@@ -58,6 +60,8 @@ class SimulatedSequence:
     num_preemptions: int = 0
     num_pages: int = 0
     is_running: bool = False
+    is_sampling: bool = False
+    ready_round: int | None = None
     rounds_served: list[int] = field(factory=list)
     tokens_computed: int = 0
     finished_round: int | None = None
@@ -152,6 +156,8 @@ class SimulatedRound:
             raise ConformanceError(f"sequence {known.sequence_id} was granted twice in one round")
         if known.sequence_id in self.preempted or self.sequences_left < 1:
             return 0
+        if not known.is_running and not self._core.is_ready(known):
+            return 0
         found = 0 if known.is_running else min(known.arrival.stored_tokens, known.num_tokens - 1)
         start = max(found, known.num_computed)
         tokens = min(num_tokens, known.num_tokens - start, self.tokens_left)
@@ -161,13 +167,16 @@ class SimulatedRound:
             self._core.admit(known)
             self.admitted.append(known.sequence_id)
         known.num_computed = start + tokens
+        if not known.remaining and known.num_tokens < known.arrival.total_tokens:
+            known.num_tokens += 1  # it is being sampled
+            known.is_sampling = True
         self.grants[known.sequence_id] = tokens
         return tokens
 
     def fits(self, sequence: Any, num_tokens: int) -> bool:
         """See ``Round.fits``."""
-        known = self._known(sequence, "fits")
-        return self._core.pages_for(num_tokens) - known.num_pages <= self._core.free_pages
+        self._known(sequence, "fits")
+        return self._core.pages_for(num_tokens) <= self._core.free_pages
 
     def preempt(self, sequence: Any) -> None:
         """See ``Round.preempt``."""
@@ -311,6 +320,12 @@ class SimulatedCore:
             sequence.num_pages += more
         return True
 
+    def is_ready(self, sequence: SimulatedSequence) -> bool:
+        """Whether a stored prefix is there; the first question starts the loading."""
+        if sequence.ready_round is None:
+            sequence.ready_round = self.round + sequence.arrival.load_rounds
+        return self.round >= sequence.ready_round
+
     def admit(self, sequence: SimulatedSequence) -> None:
         """Make a waiting sequence run."""
         self.waiting.remove(sequence)
@@ -320,6 +335,8 @@ class SimulatedCore:
     def preempt(self, sequence: SimulatedSequence) -> None:
         """Throw the state of a running sequence away; it waits in the order of arrival."""
         self._leave(sequence)
+        sequence.num_tokens -= sequence.is_sampling
+        sequence.is_sampling = False
         sequence.num_preemptions += 1
         sequence.num_computed = 0
         self.waiting.append(sequence)
@@ -360,10 +377,8 @@ class SimulatedCore:
                 continue
             sequence.rounds_served.append(self.round)
             sequence.tokens_computed += tokens
+            sequence.is_sampling = False
             if sequence.remaining:
-                continue
-            if sequence.num_tokens < sequence.arrival.total_tokens:
-                sequence.num_tokens += 1
                 continue
             sequence.finished_round = self.round
             self._end(sequence)

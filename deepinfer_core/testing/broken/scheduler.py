@@ -93,6 +93,19 @@ class _AdmitsWithoutLooking(_Altered):
         return True
 
 
+class _WaitsForLoading(_Altered):
+    """Stops admitting at the first sequence that is refused."""
+
+    refused = False
+
+    def grant(self, sequence: SequenceView, num_tokens: int) -> int:
+        if self.refused and sequence in self.inner.waiting:
+            return 0
+        granted = int(self.inner.grant(sequence, num_tokens))
+        self.refused = self.refused or not granted
+        return granted
+
+
 class _AsksForEver(_Altered):
     """Takes an answer of 0 for an invitation to ask again."""
 
@@ -211,6 +224,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
         _NeedsHeadroomAlways,
         "test_a_sequence_as_large_as_the_pool_is_served",
     ),
+    "waits for loading": (_through(_WaitsForLoading), "test_loading_holds_nobody_up"),
     "asks for ever": (_through(_AsksForEver), "test_a_round_is_used_as_documented"),
     "grants twice": (_GrantsTwice, "test_a_round_is_used_as_documented"),
     "remembers sequences": (_RemembersSequences, "test_cancelled_requests_are_forgotten"),

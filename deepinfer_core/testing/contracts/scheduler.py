@@ -270,6 +270,15 @@ class SchedulerContract(Contract):
         ]
         self.run(arrivals, num_pages=24)
 
+    def test_loading_holds_nobody_up(self) -> None:
+        """A request that is refused because its stored prefix is being loaded does not block."""
+        loading = Arrival(round=5, prompt_tokens=50, output_tokens=5, load_rounds=40)
+        short = Arrival(round=6, prompt_tokens=10, output_tokens=5)
+        for others in ([], [Arrival(prompt_tokens=10, output_tokens=100)]):
+            core = self.run([*others, loading, short])
+            first = core.sequences[-1].rounds_served[0]
+            assert first <= 6 + self.patience_rounds, f"came in round 6, was served in {first}"
+
     def test_decisions_can_be_replayed(self) -> None:
         """The same rounds give the same decisions: no other clock, no other randomness."""
         arrivals = random_arrivals(51, 30, rounds=100, priorities=(0, 2))

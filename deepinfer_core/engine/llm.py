@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -81,8 +82,10 @@ class LLM:
             overrides["model"] = str(model)
         settled = configuration(config, overrides)
         from deepinfer_core.engine.engine import Engine
+        from deepinfer_core.hub import TerminalProgress
 
-        self._adopt(Engine.from_config(settled, plugins=plugins))
+        progress = TerminalProgress(sys.stderr) if sys.stderr.isatty() else None
+        self._adopt(Engine.from_config(settled, plugins=plugins, progress=progress))
 
     @classmethod
     def from_config(cls, config: EngineConfig | str | Path, plugins: Sequence[object] = ()) -> LLM:

@@ -66,6 +66,7 @@ class Sampler:
                 f"sample: logits of shape {tuple(logits.shape)} for {len(rows)} rows; "
                 "give [number of rows, vocabulary]"
             )
+        logits = logits.detach()
         picks, peaks = argmax_rows(logits)
         if all(row.is_plain_greedy and row.params.logprobs is None for row in rows) and all(
             -torch.inf < peak < torch.inf for peak in peaks
@@ -116,7 +117,7 @@ def filtered_distribution(logits: torch.Tensor, row: RowParams) -> torch.Tensor:
     Raises:
         ExecutionError: no token may be drawn, or the logits are not finite.
     """
-    processed = process(logits, row)
+    processed = process(logits.detach(), row)
     failure = find_failure(processed, float(processed.amax()), _PROCESSED)
     if failure is not None:
         raise ExecutionError(f"filtered_distribution: {failure.message}")
@@ -135,7 +136,7 @@ def argmax_rows(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """
     if logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64):
         # numpy's argmax is vectorised and 10 times faster here; ties and NaN are the same.
-        array = logits.detach().numpy()
+        array = logits.numpy()
         ids = array.argmax(axis=-1)
         values = array[np.arange(len(ids)), ids]
         return torch.from_numpy(ids.astype(np.int64, copy=False)), values.tolist()

@@ -26,7 +26,7 @@ def score_row(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprob:
         token_id: the token; of a banned or impossible one the logprob is -inf.
         top: how many of the most likely tokens to list.
     """
-    values = logits.to(torch.float32)
+    values = logits.detach().to(torch.float32)
     largest = float(values.amax())
     total = masses(values.to(torch.float64, copy=True).sub_(largest)).sum()
     normaliser = largest + log_float(float(total) * 2.0**-MASS_BITS)

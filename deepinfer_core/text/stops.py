@@ -52,10 +52,15 @@ class StopChecker:
         """Text that was pushed and is not emitted yet."""
         return self._held
 
-    def push(self, text: str) -> StopResult:
+    def push(self, text: str, *, ignore: bool = False) -> StopResult:
         """Take the next piece of text.
 
         After a match everything further is dropped, and the match is reported again.
+
+        Args:
+            text: the piece.
+            ignore: do not stop at stop strings that are completed in this piece (before
+                ``min_tokens``); one that only begins in it still counts.
         """
         if self._matched is not None:
             return StopResult("", self._matched)
@@ -64,7 +69,9 @@ class StopChecker:
         for at, character in enumerate(text):
             self._advance(character)
             found = self._found[self._state]
-            if found is not None:
+            if found is not None and ignore:
+                self._pass()
+            elif found is not None:
                 return self._stop(self._held + text[: at + 1], found)
         text = self._held + text
         undecided = len(text) - self._depth[self._state]
@@ -82,6 +89,11 @@ class StopChecker:
         while character not in self._next[state] and state:
             state = self._fail[state]
         self._state = self._next[state].get(character, 0)
+
+    def _pass(self) -> None:
+        """Go on after an ignored match: hold back no more than may begin another."""
+        while self._state and not self._next[self._state]:
+            self._state = self._fail[self._state]
 
     def _stop(self, text: str, found: str) -> StopResult:
         self._matched = found

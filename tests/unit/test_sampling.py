@@ -236,6 +236,17 @@ def test_logits_of_other_layouts_and_types_give_the_same_tokens() -> None:
     assert torch.equal(Sampler().sample(transposed, rows).token_ids, whole)
 
 
+def test_logits_that_require_gradients_are_only_read() -> None:
+    params = SamplingParams(top_p=0.9, top_k=4, logprobs=1, repetition_penalty=1.2)
+    rows = [row(params, history=TokenHistory([1], [2]))]
+    logits = LOGITS[None].clone().requires_grad_()
+    assert (
+        Sampler().sample(logits, rows).token_ids == Sampler().sample(LOGITS[None], rows).token_ids
+    )
+    assert filtered_distribution(logits[0], rows[0]).sum() == pytest.approx(1.0)
+    assert score_rows(logits, [3], 2) == score_rows(LOGITS[None], [3], 2)
+
+
 # ---------------------------------------------------------------------------------- greedy
 
 

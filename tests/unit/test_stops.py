@@ -49,6 +49,32 @@ def test_no_more_is_held_back_than_may_become_a_stop_string(
         )
 
 
+@given(st.lists(st.tuples(st.text("abc", max_size=4), st.booleans()), max_size=12), STOPS)
+def test_ignored_matches_neither_stop_nor_lose_text(
+    pieces: list[tuple[str, bool]], stop: list[str]
+) -> None:
+    text, ignored = "", set()
+    for piece, ignore in pieces:
+        ends = range(len(text) + 1, len(text) + len(piece) + 1)
+        ignored |= set(ends) if ignore else set()
+        text += piece
+    want = StopResult(text, None)
+    for end in range(len(text), 0, -1):
+        ending = [pattern for pattern in stop if text[:end].endswith(pattern)]
+        if ending and end not in ignored:
+            found = max(ending, key=len)
+            want = StopResult(text[: end - len(found)], found)
+    checker = StopChecker(tuple(stop))
+    shown = "".join(checker.push(piece, ignore=ignore).emit for piece, ignore in pieces)
+    assert StopResult(shown + checker.flush(), checker.matched) == want
+
+
+def test_a_stop_string_that_begins_while_ignored_counts() -> None:
+    checker = StopChecker(("</s>",))
+    assert checker.push("a</s>b</", ignore=True) == StopResult("a</s>b", None)
+    assert checker.push("s>") == StopResult("", "</s>")
+
+
 def test_a_stop_string_may_span_pieces() -> None:
     checker = StopChecker(("</s>",))
     assert checker.push("so<") == StopResult("so", None)

@@ -63,10 +63,19 @@ class _Step:
         for sequence in (*decodes, *prefills):
             if sequence.sequence_id not in self._preempted:
                 self._serve(sequence)
+        if self._is_full():
+            return  # as most rounds of a busy engine; long queues need not be sorted
         for sequence in sorted(self._round.waiting, key=self._rank):
             behind_preempted = any(self._rank(sequence) > rank for rank in self._preempted.values())
             if behind_preempted or not self._admit(sequence):
                 return
+
+    def _is_full(self) -> bool:
+        """Whether no seat is free, nor can be made free for anybody who waits."""
+        if len(self._running) < self._max_running:
+            return False
+        least_urgent = max(sequence.priority for sequence in self._running)
+        return all(sequence.priority >= least_urgent for sequence in self._round.waiting)
 
     def _rank(self, sequence: SequenceView) -> Rank:
         shift_s = sequence.priority * self._config.ageing_s

@@ -120,6 +120,7 @@ class CacheHarness:
             written=hit.compute_from,
             reserved=hit.length,
         )
+        self._copies_pending |= hit.length > 0
         self.check_pages()
         return hit
 
@@ -291,7 +292,7 @@ class CacheHarness:
         if spec.kind is GroupKind.STATE:
             lowest = known.written - 1
         elif spec.window:
-            lowest = max(lowest, known.committed - spec.window + 1)
+            lowest = max(lowest, known.floor - spec.window + 1)
         for position in range(max(0, lowest), known.written):
             offset = self._offset(spec, position)
             if offset is None:

@@ -1,4 +1,4 @@
-"""Wrong caches, each a small change of the builtin one."""
+"""Wrong caches, each a small change of the builtin one, or of the example with reuse."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from deepinfer_core.batch import PageCopy
 from deepinfer_core.builtin import pages
 from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Hit
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
+from deepinfer_core.testing import example_cache
 from deepinfer_core.testing.contracts.base import Factory
+from deepinfer_core.testing.example_cache import Key, SnapshotCache
 
-OFFERS = pages.OFFERS
+OFFERS = example_cache.OFFERS
 
 
 class _RollbackOffByOne(pages.PagesCache):
@@ -189,6 +191,59 @@ class _ForgetsThePartialPage(pages.PagesCache):
         return super().reserve(sequence_id, num_tokens // size * size)
 
 
+class _NeverFinds(SnapshotCache):
+    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+        self._salts[sequence_id] = salt
+        return pages.PagesCache.open(self, sequence_id, token_ids, salt=salt)
+
+
+class _IgnoresSalts(SnapshotCache):
+    @staticmethod
+    def key(salt: str, token_ids: Sequence[int]) -> Key:
+        return "", tuple(token_ids)
+
+
+class _KeysByTheLastPage(SnapshotCache):
+    @staticmethod
+    def key(salt: str, token_ids: Sequence[int]) -> Key:
+        return salt, (len(token_ids), *token_ids[-4:])
+
+
+class _KeysByLength(SnapshotCache):
+    @staticmethod
+    def key(salt: str, token_ids: Sequence[int]) -> Key:
+        return salt, (len(token_ids), *token_ids[:4])
+
+
+class _HitsWholePrompts(SnapshotCache):
+    def _fork_snapshot(self, sequence_id: int, tokens: tuple[int, ...], salt: str) -> Hit | None:
+        return super()._fork_snapshot(sequence_id, (*tokens, 0), salt)
+
+
+class _SharesWhatIsReserved(SnapshotCache):
+    def rollback(self, sequence_id: int, num_tokens: int) -> None:
+        held = self._find(sequence_id)
+        end = held.reserved // self._span * self._span
+        committed, held.committed = held.committed, end
+        self.commit(sequence_id, end, (5, *[6] * (end - 1)))
+        held.committed = committed
+        super().rollback(sequence_id, num_tokens)
+
+
+class _NeverEvicts(SnapshotCache):
+    def reserve(self, sequence_id: int, num_tokens: int) -> bool:
+        return pages.PagesCache.reserve(self, sequence_id, num_tokens)
+
+
+class _HandsOutTheSnapshot(SnapshotCache):
+    def _fork_snapshot(self, sequence_id: int, tokens: tuple[int, ...], salt: str) -> Hit | None:
+        hit = super()._fork_snapshot(sequence_id, tokens, salt)
+        if hit is not None:
+            snapshot = self._snapshots[self.key(salt, tokens[: hit.length])]
+            self._held[sequence_id] = self._held[snapshot]
+        return hit
+
+
 def _made(cache: type[pages.PagesCache]) -> Factory:
     def build(context: CacheContext) -> pages.PagesCache:
         return cache(context.groups, context.num_pages)
@@ -196,7 +251,7 @@ def _made(cache: type[pages.PagesCache]) -> Factory:
     return build
 
 
-CORRECT: Factory = _made(pages.PagesCache)
+CORRECT: Factory = SnapshotCache
 
 BROKEN: dict[str, tuple[Factory, str]] = {
     "rollback is off by one": (
@@ -262,5 +317,28 @@ BROKEN: dict[str, tuple[Factory, str]] = {
     "pages are counted twice": (
         _made(_CountsReusableTwice),
         "test_any_history_reads_back_what_was_written",
+    ),
+    "a prefix is never found": (_NeverFinds, "test_a_released_prefix_is_found_again"),
+    "salts are ignored": (_IgnoresSalts, "test_other_salts_and_tokens_find_nothing"),
+    "the last page is the key": (
+        _KeysByTheLastPage,
+        "test_other_salts_and_tokens_find_nothing",
+    ),
+    "the first page is the key": (
+        _KeysByLength,
+        "test_a_hit_ends_where_the_tokens_differ",
+    ),
+    "a hit is the whole prompt": (
+        _HitsWholePrompts,
+        "test_a_hit_leaves_a_token_to_compute",
+    ),
+    "reserved tokens are shared": (
+        _SharesWhatIsReserved,
+        "test_uncommitted_tokens_are_not_found",
+    ),
+    "nothing is evicted": (_NeverEvicts, "test_reusable_pages_give_way"),
+    "a hit is handed out itself": (
+        _HandsOutTheSnapshot,
+        "test_a_hit_is_not_written",
     ),
 }

@@ -320,32 +320,74 @@ class CacheContract(Contract):
 
     # ----------------------------------------------------------------------------------- reuse
 
-    def test_a_released_prefix_is_found_again(self) -> None:
-        """With pages to spare, the same tokens come back as a hit of whole pages."""
+    def reusable(self, num_pages: int = 16) -> CacheHarness:
+        """Return a harness in which 4 pages of tokens were committed page by page and released."""
         self.needs_feature(Feature.PREFIX_REUSE)
-        harness = self.filled(3 * PAGE + 1)
+        harness = self.harness(num_pages)
+        harness.open(1, self.prompt)
+        for length in range(PAGE, len(self.prompt) + 1, PAGE):
+            assert harness.reserve(1, length)
+            harness.step(1, PAGE)
+            harness.commit(1, length)
+        harness.make_copies()
         harness.release(1)
-        hit = harness.open(2, range(5, 5 + 3 * PAGE + 1))
-        assert hit.length >= PAGE, f"{hit} although {3 * PAGE} tokens were stored"
+        return harness
+
+    prompt: ClassVar[Sequence[int]] = range(5, 5 + 4 * PAGE)
+
+    def test_a_released_prefix_is_found_again(self) -> None:
+        """With pages to spare, the same tokens come back as a hit whose state is all there."""
+        harness = self.reusable()
+        tokens = (*self.prompt, 1, 2, 3)
+        hit = harness.open(2, tokens)
+        assert hit.length >= 2 * PAGE, f"{hit} although {4 * PAGE} tokens were stored"
+        assert hit.tier == "device"
+        assert harness.reserve(2, len(tokens))
+        harness.step(2, len(tokens) - hit.compute_from)
 
     def test_other_salts_and_tokens_find_nothing(self) -> None:
         """A different salt or first token never matches."""
-        self.needs_feature(Feature.PREFIX_REUSE)
-        harness = self.filled(3 * PAGE + 1)
-        assert harness.open(2, range(5, 5 + 3 * PAGE), salt="other").length == 0
-        assert harness.open(3, [99, *range(6, 5 + 3 * PAGE)]).length == 0
+        harness = self.reusable()
+        assert harness.open(2, (*self.prompt, 1), salt="other").length == 0, "another salt"
+        assert harness.open(3, (99, *self.prompt[1:], 1)).length == 0, "another first token"
+        assert harness.open(4, (*self.prompt[2 * PAGE :], 1)).length == 0, "another place"
+
+    def test_a_hit_ends_where_the_tokens_differ(self) -> None:
+        """Tokens after the first difference are never taken from the cache."""
+        for same in range(1, 4 * PAGE):
+            harness = self.reusable()
+            hit = harness.open(2, (*self.prompt[:same], 99, *self.prompt[same + 1 :], 1))
+            assert hit.length <= same, f"{hit} although token {same} differs"
 
     def test_a_hit_leaves_a_token_to_compute(self) -> None:
         """A hit is shorter than the tokens asked for: some row must give logits."""
+        harness = self.reusable()
+        for sequence_id, length in ((2, 4 * PAGE), (3, 2 * PAGE), (4, 1)):
+            harness.open(sequence_id, self.prompt[:length])
+
+    def test_uncommitted_tokens_are_not_found(self) -> None:
+        """State that was written and rolled back is in no hit."""
         self.needs_feature(Feature.PREFIX_REUSE)
-        harness = self.filled(3 * PAGE)
-        assert harness.open(2, range(5, 5 + 3 * PAGE)).length < 3 * PAGE
+        harness = self.harness()
+        harness.open(1, (5,))
+        assert harness.reserve(1, 4 * PAGE)
+        harness.step(1, 4 * PAGE, token=6)
+        harness.rollback(1, 1)
+        harness.release(1)
+        assert harness.open(2, (5, *[6] * (4 * PAGE))).length == 0
+
+    def test_a_hit_is_not_written(self) -> None:
+        """Two sequences with one prefix write different continuations without meeting."""
+        harness = self.reusable()
+        for sequence_id in (2, 3):
+            hit = harness.open(sequence_id, (*self.prompt, sequence_id))
+            assert harness.reserve(sequence_id, 4 * PAGE + 3)
+            harness.step(sequence_id, 4 * PAGE + 3 - hit.compute_from, token=sequence_id)
 
     def test_reusable_pages_give_way(self) -> None:
         """Pages kept for later hits never make a reservation fail."""
-        self.needs_feature(Feature.PREFIX_REUSE)
-        harness = self.filled(4 * PAGE, num_pages=4)
-        harness.release(1)
+        harness = self.reusable(num_pages=4)
+        assert harness.cache.available_for(4 * PAGE)
         self.fill(harness, 2, [9] * (4 * PAGE))
 
     # --------------------------------------------------------------------------------- history

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
+from deepinfer_core.batch import Batch
 from deepinfer_core.builtin.configs import JsonlObserverConfig
 from deepinfer_core.components import Slot
+from deepinfer_core.errors import RequestError
+from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
 from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
+from deepinfer_core.testing.contracts.constraint import GRAMMARS
+from deepinfer_core.testing.examples import ChoiceConstraint, ChoiceMatcher
+
+if TYPE_CHECKING:
+    import torch
+
+DIGITS = "0123456789"
+DIGIT_PAIRS = [a + b for a in DIGITS for b in DIGITS]
 
 SLOTS = (
     Slot.SCHEDULER,
@@ -78,6 +90,76 @@ def test_at_least_five_wrong_components(slot: Slot) -> None:
 )
 def test_builtin_component_passes(slot: Slot, name: str) -> None:
     assert failures(CONTRACTS[slot], name) == {}
+
+
+class FiniteConstraint(ChoiceConstraint):
+    """Knows the kinds of the contract's grammars by listing (some of) their languages."""
+
+    languages: ClassVar[dict[str, list[str]]] = {
+        "regex": [f"{word}{n}" for word in ("no", "yes") for n in (*DIGITS, *DIGIT_PAIRS)],
+        "json_schema": ['{"a":true}', '{"a":12}'],
+        "ebnf": ["(" * depth + "yes" + ")" * depth for depth in range(5)],
+    }
+
+    def kinds(self) -> list[str]:
+        return [*super().kinds(), *self.languages]
+
+    def compile(self, kind: str, source: Any) -> ChoiceMatcher:
+        if kind not in self.languages:
+            return super().compile(kind, source)
+        if source != GRAMMARS[kind].source:
+            raise RequestError(f"no such {kind}")
+        return super().compile("choice", self.languages[kind])
+
+
+def test_the_grammars_of_the_constraint_contract_are_right() -> None:
+    for grammar in GRAMMARS.values():
+        assert [text for text in grammar.good if not grammar.contains(text)] == []
+        assert [text for text in grammar.bad if grammar.contains(text)] == []
+    assert failures(CONTRACTS[Slot.CONSTRAINT], FiniteConstraint) == {}
+
+
+class TapDrafter:
+    """Drafts from layer outputs alone: proposals depend on every row it was shown."""
+
+    taps = ("layer.1", "layer.3")
+
+    def __init__(self, context: DrafterContext) -> None:
+        self._rows: dict[int, list[float]] = {}
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = []
+        for request in requests:
+            rows = self._rows.get(request.sequence_id, [])
+            assert len(rows) == len(request.token_ids) - 1, "rows that were computed are missing"
+            token_ids = [int(abs(sum(rows)) * 1000 + depth) % 64 for depth in range(request.limit)]
+            drafts.append(Draft(token_ids=token_ids, confidences=[0.5] * request.limit))
+        return drafts
+
+    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+        rows = self._rows.setdefault(batch.sequence_ids[0], [])
+        assert batch.positions.tolist() == list(range(len(rows), len(rows) + batch.num_tokens))
+        rows += (taps["layer.1"] - taps["layer.3"]).sum(dim=1).tolist()
+
+    def commit(self, sequence_id: int, num_tokens: int) -> None:
+        del self._rows.get(sequence_id, [])[num_tokens:]
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self._rows[child_id] = list(self._rows[parent_id])
+
+    def release(self, sequence_id: int) -> None:
+        self._rows.pop(sequence_id, None)
+
+
+class ForgetfulTapDrafter(TapDrafter):
+    def fork(self, parent_id: int, child_id: int) -> None:
+        self._rows[child_id] = self._rows[parent_id]
+
+
+def test_the_drafter_contract_shows_layer_outputs() -> None:
+    contract = CONTRACTS[Slot.DRAFTER]
+    assert failures(contract, TapDrafter) == {}
+    assert "test_a_fork_is_a_copy" in failures(contract, ForgetfulTapDrafter)
 
 
 def test_builtin_jsonl_observer_passes(tmp_path: Any) -> None:

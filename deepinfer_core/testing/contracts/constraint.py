@@ -57,7 +57,10 @@ def _is_record(text: str) -> bool:
         found = json.loads(text)
     except ValueError:
         return False
-    return isinstance(found, dict) and set(found) == {"a"} and isinstance(found["a"], int | bool)
+    if not isinstance(found, dict) or set(found) != {"a"}:
+        return False
+    value = found["a"]
+    return value is True or (value == 12 and not isinstance(value, bool))
 
 
 GRAMMARS: dict[str, Grammar] = {
@@ -68,10 +71,10 @@ GRAMMARS: dict[str, Grammar] = {
         contains=lambda text: text in CHOICES,
     ),
     "regex": Grammar(
-        source=r"(no|yes)[0-9]{1,3}",
-        good=("no1", "yes12", "yes123", "no34"),
-        bad=("no", "yes1234", "1", "noyes1", ""),
-        contains=lambda text: re.fullmatch(r"(no|yes)[0-9]{1,3}", text) is not None,
+        source=r"(no|yes)[0-9]{1,2}",
+        good=("no1", "yes12", "no34"),
+        bad=("no", "yes123", "1", "noyes1", ""),
+        contains=lambda text: re.fullmatch(r"(no|yes)[0-9]{1,2}", text) is not None,
     ),
     "json_schema": Grammar(
         source={

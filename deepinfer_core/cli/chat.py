@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -58,8 +57,6 @@ def chat(
     if SamplingParams(**values).n > 1:
         raise click.UsageError("a conversation has one answer at a time; leave --n out")
     interactive = sys.stdin.isatty()
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     with open_session(engine_args) as session:
         if interactive:
             click.echo(f"{session.model}; /help for help, Ctrl-D leaves.", err=True)
@@ -140,6 +137,7 @@ class Conversation:
         Raises:
             RequestError: the conversation is refused, usually since it has become too long.
         """
+        from deepinfer_core.cli.session import show
         from deepinfer_core.requests import SamplingParams
 
         seed = self.values.get("seed")
@@ -152,7 +150,7 @@ class Conversation:
             with stream:
                 for delta in stream:
                     parts.append(delta.text)
-                    click.echo(delta.text, nl=False)
+                    show(delta.text)
                     if delta.error is not None:
                         click.echo(f"\nerror: {delta.error}", err=True)
         finally:

@@ -119,7 +119,7 @@ def run_one(
 ) -> int:
     """Run one prompt and return the exit status."""
     from deepinfer_core.cli.batch import as_messages
-    from deepinfer_core.cli.session import error_of, record
+    from deepinfer_core.cli.session import error_of, record, show
     from deepinfer_core.requests import SamplingParams
 
     seed = draw_seed() if values.get("seed") is None else values["seed"]
@@ -129,13 +129,13 @@ def run_one(
     else:
         stream = session.llm.stream(prompt, params)
     with stream:
-        result = _show(stream, show=not as_json and params.n == 1)
+        result = _finish(stream, visible=not as_json and params.n == 1)
     if as_json:
         shown = record(result, model=session.model, seed=seed)
         click.echo(json.dumps(shown, ensure_ascii=False))
     elif params.n > 1:
         for output in result.outputs:
-            click.echo(f"[{output.index + 1}] {output.text}")
+            show(f"[{output.index + 1}] {output.text}\n")
     if stats:
         click.echo(statistics(result), err=True)
     error = error_of(result)
@@ -213,22 +213,26 @@ class _Complaints:
         self._count = 0
 
     def __call__(self, message: str) -> None:
+        from tqdm import tqdm
+
         self._count += 1
         if self._count <= MAX_COMPLAINTS:
-            click.echo(message, err=True)
+            tqdm.write(message, file=sys.stderr)  # above the bar, if there is one
         elif self._count == MAX_COMPLAINTS + 1:
-            click.echo("more bad lines follow; the results name each", err=True)
+            tqdm.write("more bad lines follow; the results name each", file=sys.stderr)
 
 
-def _show(stream: TokenStream, *, show: bool) -> RequestOutput:
+def _finish(stream: TokenStream, *, visible: bool) -> RequestOutput:
+    """Read a stream to its end, showing it if wanted, and return its result."""
+    from deepinfer_core.cli.session import show
     from deepinfer_core.errors import EngineError
 
     last = "\n"
     for delta in stream:
-        if show and delta.text:
-            click.echo(delta.text, nl=False)
+        if visible and delta.text:
+            show(delta.text)
             last = delta.text
-    if show and not last.endswith("\n"):
+    if visible and not last.endswith("\n"):
         click.echo()
     if stream.result is None:
         raise EngineError("the engine ended the request without a result")
@@ -269,8 +273,12 @@ def _check_usage(
         raise click.UsageError("--system goes with --chat")
     if prompt is None and input_path is None and sys.stdin.isatty():
         raise click.UsageError('there is no prompt; for example: deepinfer generate "Once upon"')
-    if input_path is not None and str(input_path) != "-" and not input_path.exists():
+    if input_path is None or str(input_path) == "-":
+        return
+    if not input_path.exists():
         raise click.UsageError(f"there is no file {input_path}")
+    if output_path is not None and output_path.exists() and output_path.samefile(input_path):
+        raise click.UsageError("--input and --output are the same file")
 
 
 def _check_params(values: dict[str, Any]) -> None:

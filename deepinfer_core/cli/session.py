@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,12 +15,15 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
+import click
 
 from deepinfer_core.cli.options import EngineArgs
 
 if TYPE_CHECKING:
     from deepinfer_core.engine.llm import LLM
     from deepinfer_core.requests import Output, RequestOutput, TokenLogprob
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 EXIT_TERMINATED = 143
 """Exit status after SIGTERM, as shells report it."""
@@ -45,6 +51,10 @@ def open_session(engine_args: EngineArgs) -> Iterator[Session]:
     from deepinfer_core.engine.engine import Engine
     from deepinfer_core.engine.llm import LLM
 
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal cannot show, or cannot say, must not end a run.
+            stream.reconfigure(errors="replace")
     config = engine_args.load()
     path = locate(config.model)
     with terminating():
@@ -88,6 +98,15 @@ def terminating() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def show(text: str) -> None:
+    """Write a piece of a model's text to stdout, at once.
+
+    On a terminal, control characters are left out: a model must not move the cursor or change the
+    clipboard.
+    """
+    click.echo(_CONTROL.sub("", text) if sys.stdout.isatty() else text, nl=False)
 
 
 def record(result: RequestOutput, *, model: str, seed: int | None) -> dict[str, Any]:
@@ -153,7 +172,12 @@ def _output(output: Output) -> dict[str, Any]:
 def _logprob(entry: TokenLogprob) -> dict[str, Any]:
     return {
         "token_id": entry.token_id,
-        "logprob": entry.logprob,
+        "logprob": _finite(entry.logprob),
         "rank": entry.rank,
-        "top": [list(pair) for pair in entry.top],
+        "top": [[token_id, _finite(logprob)] for token_id, logprob in entry.top],
     }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: null stands for what is impossible."""
+    return value if math.isfinite(value) else None

@@ -72,6 +72,21 @@ def test_every_piece_is_shown_when_it_comes() -> None:
     assert shown == [0, 1, 2, 3]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, "a[2Jb\tc\n"), (io.StringIO, None)])
+def test_a_model_cannot_steer_the_terminal(stream: type[io.StringIO], shown: str | None) -> None:
+    prompt = "a\x1b[2J\x9db\tc\n"
+    written = stream()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", written)
+        run_one(session(), GREEDY, prompt)
+    assert written.getvalue() == (prompt if shown is None else shown)
+
+
 def test_chat_applies_the_template(capsys: pytest.CaptureFixture[str]) -> None:
     run_one(session(), GREEDY, "hi", chat=True, system="be brief")
     assert capsys.readouterr().out == "system:be brief\nuser:hi\n"
@@ -456,6 +471,28 @@ def test_every_field_of_sampling_params_has_a_flag() -> None:
     named = {parameter.name for parameter in module.generate.params}
     for item in attrs.fields(SamplingParams):
         assert item.name in named
+
+
+def test_a_file_is_not_replaced_by_its_own_results(
+    prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = prompts.read_bytes()
+    both = ["--input", str(prompts), "--output", str(prompts), "--overwrite"]
+    assert run(["generate", *both]) == 2
+    assert "are the same file" in capsys.readouterr().err
+    assert prompts.read_bytes() == before
+
+
+def test_the_first_bad_lines_are_named_and_the_rest_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("broken\n" * 30)
+    assert run_file(session(), GREEDY, source, out) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == module.MAX_COMPLAINTS + 2
+    assert err[-1] == "0 done, 30 failed"
+    assert len(lines_of(out)) == 30
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepinfer_core.kv.layout import CacheGroupSpec
 
-_ALIGNED = 8
+_ALIGNED = 16
 """Vectors are padded to a multiple of this: unaligned rows are added in another order."""
 
 

@@ -25,8 +25,8 @@ class BrokenPlugin:
         name: its entry point, module or object.
         distribution: what installed it, "" for modules and objects passed in.
         version: the distribution's, "" likewise.
-        stage: which check failed ("metadata", "name", "requirements", "import", "api", "hooks",
-            "offers").
+        stage: which check failed ("name", "requirements", "import", "api", "hooks", "offers",
+            "inspection").
         cause: what is wrong.
         remedy: what to do about it.
     """
@@ -145,7 +145,10 @@ def from_module(name: str) -> Source:
 
 def from_object(plugin: object) -> Source:
     """Return the source of a module or object passed from Python."""
-    name = getattr(plugin, "__name__", None)
+    try:
+        name = getattr(plugin, "__name__", None)
+    except Exception:
+        name = None
     name = name if isinstance(name, str) else type(plugin).__name__
     if name == BUILTIN_MODULE:
         name = BUILTIN

@@ -286,6 +286,10 @@ class PluginHost:
                 names[source.name] = admitted[id(plugin)].info.label
             except Flaw as flaw:
                 self._broken.append((source, source.broken(flaw)))
+            except (Exception, SystemExit) as error:
+                # Objects of strangers can fail wherever they are looked at.
+                found = Flaw("inspection", f"{type(error).__name__}: {error}")
+                self._broken.append((source, source.broken(found)))
         return sorted(admitted.values(), key=lambda item: (item.info.name, item.info.label))
 
     def _inspect(self, source: Source, plugin: object) -> _Admitted:

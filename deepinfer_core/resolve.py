@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 from attrs import define, field
 
 from deepinfer_core.components import Component, Slot
@@ -177,12 +176,3 @@ def _accepted_by_somebody(slot: Slot, options: Mapping[str, Any], host: PluginHo
             return
     if first is not None:
         raise first
-
-
-def without_slots(config: EngineConfig) -> EngineConfig:
-    """Return a configuration with every slot on "auto"."""
-    changes: dict[str, Any] = {
-        name: Choices() if isinstance(getattr(config, name), Choices) else Choice()
-        for name in SLOT_FIELDS.values()
-    }
-    return attrs.evolve(config, **changes)

@@ -19,7 +19,8 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 def check(file: Path) -> None:
     """Report every problem of FILE at once; exits with 2 if there is one."""
-    EngineArgs(config=file).load()
+    _, host = EngineArgs(config=file).open()
+    host.require()
     click.echo(f"{file}: ok")
 
 

@@ -11,6 +11,7 @@ import click
 from deepinfer_core.cli.config import with_file
 from deepinfer_core.cli.options import EngineArgs, engine_options, open_host
 from deepinfer_core.components import Slot
+from deepinfer_core.config import PluginsConfig
 from deepinfer_core.plugins import LoadedPlugin, PluginHost
 
 
@@ -19,11 +20,27 @@ def plugins() -> None:
     """List, diagnose, make or lock plugins."""
 
 
+_config_option = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Honour the [plugins] table of a configuration.",
+)
+
+
+def _plugins_config(config_file: Path | None) -> PluginsConfig:
+    from deepinfer_core.config_file import read_config
+
+    return read_config(config_file).config.plugins
+
+
 @plugins.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def list_plugins(as_json: bool) -> None:
+@_config_option
+def list_plugins(as_json: bool, config_file: Path | None) -> None:
     """List the plugins that take part, where they are, and what they offer."""
-    host = open_host()
+    host = open_host(_plugins_config(config_file))
     if as_json:
         click.echo(json.dumps(_as_dict(host), indent=2))
         return
@@ -51,10 +68,11 @@ def _as_dict(host: PluginHost) -> dict[str, object]:
 
 @plugins.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@_config_option
 @click.pass_context
-def doctor(context: click.Context, as_json: bool) -> None:
+def doctor(context: click.Context, as_json: bool, config_file: Path | None) -> None:
     """Report every plugin that is broken, with cause and remedy; exits with 1 if there is one."""
-    host = PluginHost()
+    host = PluginHost(config=_plugins_config(config_file))
     if as_json:
         click.echo(json.dumps(_as_dict(host), indent=2))
     else:

@@ -294,6 +294,18 @@ def test_doctor_names_distribution_cause_and_remedy(deepinfer: Shown, broken: No
     assert json.loads(out)["broken"][0]["distribution"] == "acme-bad"
 
 
+def test_plugins_of_a_configuration(deepinfer: Shown, tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('[plugins]\nload = ["no_such_module_x"]\n')
+    status, out, _ = deepinfer("plugins", "doctor", "--config", path)
+    assert status == 1
+    assert "broken  no_such_module_x" in out
+    status, _, err = deepinfer("config", "check", path)
+    assert status == 1
+    assert "plugin no_such_module_x is broken (import)" in err
+    assert deepinfer("plugins", "list", "--config", path)[0] == 0
+
+
 def test_lock_and_check(deepinfer: Shown, tmp_path: Path) -> None:
     path = tmp_path / "deepinfer.lock"
     common = ("--accelerator", "cpu", *NO_MODEL)

@@ -57,6 +57,13 @@ class Unresolvable:
     size: "NoSuchType" = 1  # type: ignore[name-defined]  # noqa: F821, UP037
 
 
+class Hostile:
+    """Fails wherever it is looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("keep out")
+
+
 def broken_plugins() -> Iterator[tuple[str, object, str, str]]:
     """(name of the case, plugin, stage, part of the cause)."""
     cache = Slot.CACHE.hook
@@ -123,6 +130,7 @@ def broken_plugins() -> Iterator[tuple[str, object, str, str]]:
         DEEPINFER_API=1, deepinfer_caches=hookimpl(wrapper=True)(lambda: (yield))
     )
     yield "wrapper", wrapper, "hooks", "is a wrapper"
+    yield "hostile", Hostile(), "inspection", "RuntimeError: keep out"
     yield "not a plugin", 5, "api", "declares no DEEPINFER_API"
 
 

@@ -7,7 +7,7 @@ slots that core leaves to plugins, are in ``examples``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attrs import evolve
 
@@ -105,7 +105,9 @@ class ScriptedDrafter:
         self._confidence = confidence
 
     @classmethod
-    def of_outputs(cls, outputs: Sequence[Sequence[int]], *, wrong_every: int = 0) -> Any:
+    def of_outputs(
+        cls, outputs: Sequence[Sequence[int]], *, wrong_every: int = 0
+    ) -> ScriptedDrafter:
         """Return one that knows whole sequences, prompts included.
 
         Args:

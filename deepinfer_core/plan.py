@@ -137,10 +137,9 @@ class Plan:
             "max_model_len": config.max_model_len,
             "engine": attrs.asdict(config.engine),
         }
-        model = None if self.model is None else attrs.asdict(self.model)
+        model = _plain(self.model)
         if model is not None:
             del model["name"]  # processes may find the same model under different paths
-            model["needs"] = sorted(model["needs"])
         slots = [
             [str(part.slot), part.name, part.component.plugin, _plain(part.config)]
             for part in self.parts
@@ -152,10 +151,6 @@ class Plan:
         """Return the plan in JSON's types; ``deepinfer plan --json`` prints it."""
         from deepinfer_core.structure import unstructure
 
-        model = None if self.model is None else attrs.asdict(self.model)
-        if model is not None:
-            model["needs"] = sorted(model["needs"])
-            model["groups"] = [_plain(group) for group in self.model.groups] if self.model else []
         slots: dict[str, list[dict[str, Any]]] = {str(slot): [] for slot in Slot}
         for part in self.parts:
             slots[part.slot].append(
@@ -170,7 +165,7 @@ class Plan:
         return {
             "api": API,
             "composition_hash": self.composition_hash,
-            "model": model,
+            "model": _plain(self.model),
             "engine": unstructure(self.config.engine),
             "slots": slots,
             "refused": [attrs.asdict(item) for item in self.refused],

@@ -125,6 +125,8 @@ def run_contracts(targets: list[tuple[Slot, str]], *, verbose: bool = False) -> 
             "pytest",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "no:asyncio",
             "--import-mode=importlib",
             "--rootdir",
             folder,

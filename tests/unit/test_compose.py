@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -380,3 +383,33 @@ def test_composing_changes_nothing() -> None:
     first = compose(host, config, node_exists=lambda path: False)
     assert compose(host, config, node_exists=lambda path: False) == first
     assert config.cache.options == {"page_size": 64}
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    code = """
+from attrs import frozen
+from deepinfer_core.components import Slot
+from deepinfer_core.compose import ModelFacts, compose
+from deepinfer_core.config import EngineConfig
+from deepinfer_core.plugins import PluginHost
+from deepinfer_core.testing.plugins import least_plugin, offer, plugin
+
+@frozen(kw_only=True)
+class Options:
+    names: frozenset = frozenset({"a", "b", "c", "d"})
+
+shared = plugin("shared", offer(Slot.SCHEDULER, "shared", config_type=Options),
+    offer(Slot.MODEL, "m", tags={"M"}, offers={"x.a", "x.b", "x.c"}))
+facts = ModelFacts(name="m", architecture="M", needs={"x.a", "x.b", "x.c"})
+host = PluginHost([least_plugin(), shared], discover=False, builtin=False)
+plan = compose(host, EngineConfig(), model=facts, node_exists=lambda path: False)
+print(plan.composition_hash, plan.as_dict())
+"""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(outputs) == 1

@@ -21,12 +21,15 @@ from deepinfer_core.builtin.configs import (
 from deepinfer_core.builtin.fixed_budget import FixedBudget
 from deepinfer_core.builtin.log_observer import JsonlObserver, LogObserver
 from deepinfer_core.builtin.template_recipe import TemplateRecipe
+from deepinfer_core.checkpoint.gguf import GgufFormat
 from deepinfer_core.components import NoConfig, Priority, Slot
 from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
 from deepinfer_core.interfaces.observer import Event
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.plugins import PluginHost
+from deepinfer_core.testing.contracts.base import failures
+from deepinfer_core.testing.contracts.recipe import RecipeContract
 from deepinfer_core.testing.fakes import CHAT_TEMPLATE, byte_tokenizer
 
 # ------------------------------------------------------------------------- the plugin
@@ -161,6 +164,20 @@ def test_a_template_that_cannot_be_read_refuses_only_conversations() -> None:
 def test_options_cannot_replace_arguments(name: str) -> None:
     with pytest.raises(RequestError, match=name):
         recipe().render([{"role": "user", "content": "x"}], options={name: 1})
+
+
+@pytest.mark.slow
+def test_template_recipe_keeps_the_contract_with_the_real_model(model_path: Path) -> None:
+    checkpoint = GgufFormat().open(model_path)
+    context = RecipeContext(
+        tokenizer=checkpoint.tokenizer(), chat_template=checkpoint.chat_template()
+    )
+
+    class RealContract(RecipeContract):
+        def context(self) -> RecipeContext:
+            return context
+
+    assert failures(RealContract, TemplateRecipe) == {}
 
 
 # ------------------------------------------------------------------------- observers

@@ -114,9 +114,11 @@ def original(model_path: Path) -> Original:
     return Original(model=model.eval())
 
 
-def continuations(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def continuations(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int = NEW_TOKENS
+) -> list[list[int]]:
     """All prompts at once, so that steps mix decoding and chunks of prompts."""
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for at, prompt in enumerate(prompts):
         engine.submit(Request(request_id=str(at), prompt_token_ids=tuple(prompt), params=params))
     while engine.has_work:
@@ -166,7 +168,7 @@ def test_fifty_prompts_continue_as_in_transformers(engine: Engine, original: Ori
 
 
 def test_prompts_alone_continue_as_in_company(engine: Engine) -> None:
-    prompts = encoded(engine, CHAT[4:7], TEXT[10:13])
-    together = continuations(engine, prompts)
+    prompts = encoded(engine, CHAT[4:5], TEXT[10:12])
+    together = continuations(engine, prompts, max_tokens=8)
     for prompt, tokens in zip(prompts, together, strict=True):
-        assert continuations(engine, [prompt]) == [tokens]
+        assert continuations(engine, [prompt], max_tokens=8) == [tokens]

@@ -161,12 +161,8 @@ class EngineThread:
     def _serve(self, engine: EngineSurface) -> None:
         aborted = False
         while True:
-            commands, stop = self._next_commands(engine)
-            for command in commands:
-                try:
-                    command.run(engine)
-                except Exception as error:
-                    command.fail(error)
+            self._wait(engine)
+            stop = self._obey(engine)
             if stop is _Stop.ABORT and not aborted:
                 aborted = True
                 for request_id in self._channels:
@@ -178,13 +174,23 @@ class EngineThread:
             elif stop is not _Stop.NO:
                 return
 
-    def _next_commands(self, engine: EngineSurface) -> tuple[list[_Command], _Stop]:
+    def _wait(self, engine: EngineSurface) -> None:
+        """Sleep until there is something to do."""
         with self._changed:
             while not (self._inbox or self._stop or engine.has_work or self._channels):
                 self._changed.wait()
-            commands = list(self._inbox)
+
+    def _obey(self, engine: EngineSurface) -> _Stop:
+        """Run what the inbox holds; whether to stop is asked at the same moment."""
+        with self._changed:
+            commands, stop = list(self._inbox), self._stop
             self._inbox.clear()
-            return commands, self._stop
+        for command in commands:
+            try:
+                command.run(engine)
+            except Exception as error:
+                command.fail(error)
+        return stop
 
     def _deliver(self, engine: EngineSurface, deltas: Iterable[Delta]) -> None:
         touched: dict[str, Channel] = {}

@@ -7,13 +7,16 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.async_engine import AsyncEngine, DeltaStream
 from deepinfer_core.engine.channel import Channel
 from deepinfer_core.errors import EngineClosedError, EngineError, RequestError
@@ -306,6 +309,82 @@ def test_abort_gives_the_reader_a_last_delta() -> None:
     run(ScriptedEngine(before_step=gate), body)
 
 
+class Reader:
+    """Reads one stream in one of the ways that people do."""
+
+    def __init__(self, engine: AsyncEngine, number: int, random: Random) -> None:
+        self._engine = engine
+        self._random = random
+        self.text = f"{number}:" * random.randint(1, 20)
+        self.stream = engine.generate(self.text, request_id=str(number))
+        self.got = ""
+        self.way = random.choice(["whole", "slow", "close", "cancel", "abort", "forget"])
+
+    async def read(self) -> None:
+        stop = self._random.randint(1, len(self.text))
+        async for delta in self.stream:
+            self.got += delta.text
+            if self.way == "slow":
+                await asyncio.sleep(0)
+            elif self.way != "whole" and len(self.got) >= stop:
+                break
+
+    async def run(self) -> None:
+        if self.way == "cancel":
+            task = asyncio.create_task(self.read())
+            for _ in range(self._random.randint(0, 5)):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return
+        await self.read()
+        if self.way == "close":
+            await self.stream.aclose()
+        elif self.way == "abort":
+            await self._engine.abort(self.stream.request_id)
+        elif self.way == "forget":
+            del self.stream
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_any_mix_of_readers_gets_its_texts_and_leaves_nothing(seed: int) -> None:
+    config = EngineConfig(engine=EngineOptions(max_sequences=3))
+    scripted = ScriptedEngine(config)
+
+    async def body(engine: AsyncEngine) -> list[Reader]:
+        random = Random(seed)
+        readers = [Reader(engine, number, random) for number in range(15)]
+        await asyncio.gather(*(reader.run() for reader in readers))
+        stats = await engine.stats()
+        while stats.running:
+            stats = await engine.stats()
+        return readers
+
+    for reader in run(scripted, body, max_queued=2):
+        assert reader.text.startswith(reader.got)
+        assert reader.got == reader.text or reader.way not in ("whole", "slow")
+
+
+def test_nothing_is_kept_of_requests_that_are_over() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    async def body(engine: AsyncEngine) -> None:
+        for number in range(100):
+            stream = engine.generate("ab")
+            kept.extend((weakref.ref(stream), weakref.ref(stream._channel)))
+            if number % 3:
+                await stream.wait()
+        del stream
+        while (await engine.stats()).running:
+            pass
+        await asyncio.sleep(0)
+        gc.collect()
+        assert [reference for reference in kept if reference() is not None] == []
+
+    run(ScriptedEngine(), body)
+
+
 # -------------------------------------------------------------------------- failure and the end
 
 
@@ -485,6 +564,7 @@ def test_a_closed_loop_ends_its_requests() -> None:
 def test_a_program_that_forgets_to_close_still_ends() -> None:
     program = """
 import asyncio
+from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.async_engine import AsyncEngine
 from deepinfer_core.requests import SamplingParams
 from deepinfer_core.testing.scripted import ScriptedEngine

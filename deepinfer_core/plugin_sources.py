@@ -81,8 +81,10 @@ def installed_points() -> Iterator[metadata.EntryPoint]:
     seen = set()
     for distribution in metadata.distributions():
         try:
-            name = normalized(distribution.name)
             points = distribution.entry_points.select(group=GROUP)
+            if not points:
+                continue  # most of them; reading their names would cost more than everything else
+            name = normalized(distribution.name)
         except Exception:  # noqa: S112 - a distribution without readable metadata offers nothing
             continue
         if name not in seen:

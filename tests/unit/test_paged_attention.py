@@ -1,0 +1,309 @@
+"""Attention "paged" against dense attention: visibility, storage, dtypes, and equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepinfer_core.builtin import paged_attention, product_probe
+from deepinfer_core.builtin.paged_attention import PagedAttention
+from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
+from deepinfer_core.errors import CompositionError
+from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
+from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
+from deepinfer_core.testing.attention_world import AttentionWorld, Rows
+from deepinfer_core.testing.numerics import Family, assert_close, assert_same_bits
+
+CPU = torch.device("cpu")
+NEVER = 1 << 30
+
+
+def group_of(**fields: Any) -> CacheGroupSpec:
+    window = fields.get("window", 0)
+    defaults: dict[str, Any] = {
+        "name": "test",
+        "kind": GroupKind.WINDOW if window else GroupKind.FULL,
+        "layers": (0,),
+        "num_kv_heads": 2,
+        "key_dim": 16,
+        "value_dim": 16,
+        "page_size": 8,
+    }
+    return CacheGroupSpec(**{**defaults, **fields})
+
+
+def world_of(
+    *, dtype: str = "float32", heads: int = 6, seed: int = 0, params: Any = None, **fields: Any
+) -> AttentionWorld:
+    """A backend that promises equal bits, pages full of NaN, and what is right."""
+    group = group_of(**{"dtype": dtype, **fields})
+    context = AttentionContext(
+        groups=(group,),
+        device_type="cpu",
+        dtype=dtype,
+        num_query_heads=heads,
+        batch_invariant=True,
+    )
+    return AttentionWorld(
+        PagedAttention(context),
+        group,
+        num_query_heads=heads,
+        device=CPU,
+        dtype=dtype,
+        params=AttentionParams(
+            scale=group.key_dim**-0.5, window=group.window, **({} if params is None else params)
+        ),
+        seed=seed,
+    )
+
+
+def check(world: AttentionWorld, *rows: Rows) -> None:
+    dtype = str(world.dtype).removeprefix("torch.")
+    for layer, (found, expected) in world.step(rows).items():
+        assert found.dtype == world.dtype
+        what = f"layer {layer}"
+        assert_close(found, expected, dtype=dtype, family=Family.ATTENTION, what=what)
+
+
+def fill(world: AttentionWorld, counts: Sequence[int]) -> None:
+    """Open a sequence for each count, and compute so many positions."""
+    for at, count in enumerate(counts):
+        world.open(at)
+        check(world, Rows(sequence_id=at, count=count))
+
+
+def continue_mixed(world: AttentionWorld) -> None:
+    """Steps with decoding and chunks of three sequences."""
+    for counts in ((1, 1, 1), (1, 9, 1), (5, 1, 30), (1, 1, 1)):
+        check(world, *(Rows(sequence_id=at, count=count) for at, count in enumerate(counts)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (5, 1), (8, 1)])
+def test_dtypes_and_head_counts(dtype: str, heads: int, kv_heads: int) -> None:
+    world = world_of(dtype=dtype, heads=heads, num_kv_heads=kv_heads)
+    fill(world, (1, 8, 19))
+    continue_mixed(world)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(10, 10), (6, 20), (24, 7), (1, 1)])
+def test_odd_dimensions(key_dim: int, value_dim: int) -> None:
+    world = world_of(key_dim=key_dim, value_dim=value_dim)
+    fill(world, (3, 8, 19))
+    continue_mixed(world)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 11])
+def test_windows(window: int) -> None:
+    world = world_of(window=window)
+    fill(world, (2, 20, 40))
+    for _ in range(3):
+        for at in range(3):
+            world.drop_dead_pages(at)
+        continue_mixed(world)
+
+
+def test_sinks_and_softcap() -> None:
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0, 9.0, -20.0])
+    for params in ({"sinks": sinks}, {"softcap": 0.7}, {"sinks": sinks, "softcap": 2.0}):
+        world = world_of(params=params)
+        fill(world, (2, 8, 19))
+        continue_mixed(world)
+
+
+def test_nothing_below_visible_from_is_seen() -> None:
+    """The first page holds NaN below the bound, since nobody wrote there."""
+    for bound in (1, 7, 8, 13):
+        world = world_of()
+        world.open(0, visible_from=bound)
+        world.open(1, visible_from=bound)
+        world.open(2)
+        check(world, Rows(sequence_id=0, count=5), Rows(sequence_id=1, count=1))
+        check(world, Rows(sequence_id=2, count=20))
+        continue_mixed(world)
+
+
+def test_rows_without_a_slot_are_computed_and_not_written() -> None:
+    world = world_of()
+    fill(world, (20,))
+    exported = [world.storage.export_page(page) for page in world.known[0].pages]
+    check(world, Rows(sequence_id=0, count=9, start=4, write_from=NEVER))
+    assert [world.storage.export_page(page) for page in world.known[0].pages] == exported
+    check(world, Rows(sequence_id=0, count=12, start=12, write_from=20))
+
+
+def test_layers_read_what_the_last_writer_wrote() -> None:
+    world = world_of(layers=(1, 2, 3, 5, 6), writers=(1, 5))
+    assert len(world.storage.keys) == 2
+    fill(world, (1, 8, 19))
+    continue_mixed(world)
+
+
+def test_rows_beyond_one_tile() -> None:
+    world = world_of()
+    fill(world, (paged_attention.TILE_ROWS + 37,))
+    check(world, Rows(sequence_id=0, count=1))
+
+
+# -------------------------------------------------------------------------------- storage
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_exported_pages_are_imported_bit_for_bit(dtype: str) -> None:
+    group = group_of(dtype=dtype, layers=(0, 4), key_dim=10, value_dim=6)
+    source, target = PagedStorage(group, 3, CPU), PagedStorage(group, 5, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*source.keys, *source.values):
+        dim = 10 if any(tensor is keys for keys in source.keys) else 6
+        tensor[..., :dim] = torch.randn(tensor[..., :dim].shape, generator=generator)
+    data = source.export_page(2)
+    assert len(data) == group.bytes_per_page
+    target.import_page(4, data)
+    assert target.export_page(4) == data
+    for ours, theirs in zip(target.keys + target.values, source.keys + source.values, strict=True):
+        assert torch.equal(ours[4], theirs[2])
+
+
+def test_a_page_of_another_size_is_refused() -> None:
+    group = group_of()
+    with pytest.raises(ValueError, match=f"has 3 bytes, expected {group.bytes_per_page}"):
+        PagedStorage(group, 1, CPU).import_page(0, b"abc")
+
+
+def test_copied_pages_are_read_like_their_source() -> None:
+    world = world_of(layers=(0, 1))
+    fill(world, (20, 5))
+    first, second = world.known[0], world.known[1]
+    spare = [world.free.pop() for _ in first.pages]
+    world.storage.copy_pages(list(zip(first.pages, spare, strict=True)))
+    world.storage.copy_pages([])
+    world.free.extend(first.pages)
+    first.pages = spare
+    check(world, Rows(sequence_id=0, count=1), Rows(sequence_id=1, count=1))
+    assert second.length == 6
+
+
+def test_vectors_are_padded_with_zeros_that_stay() -> None:
+    world = world_of(key_dim=10, value_dim=7)
+    fill(world, (20, 3))
+    assert padded_dim(10) == padded_dim(16) == 16
+    for tensor, dim in ((world.storage.keys[0], 10), (world.storage.values[0], 7)):
+        assert tensor.shape[-1] == 16
+        assert not tensor[..., dim:].any()
+
+
+# ---------------------------------------------------------------------------- equal bits
+
+
+@st.composite
+def chunkings(draw: Any) -> tuple[dict[str, int], list[list[int]]]:
+    shape = draw(
+        st.sampled_from(
+            [
+                {"heads": 6, "num_kv_heads": 2, "key_dim": 10, "value_dim": 6},
+                {"heads": 5, "num_kv_heads": 1, "key_dim": 16, "value_dim": 16},
+                {"heads": 4, "num_kv_heads": 4, "key_dim": 8, "value_dim": 8, "window": 5},
+                {"heads": 9, "num_kv_heads": 3, "key_dim": 64, "value_dim": 64},
+            ]
+        )
+    )
+    return shape, draw(
+        st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=6), min_size=1, max_size=4)
+    )
+
+
+@settings(max_examples=20)
+@given(chunkings())
+def test_a_row_has_the_same_bits_alone_and_in_company(
+    case: tuple[dict[str, int], list[list[int]]],
+) -> None:
+    shape, chunks = case
+    worlds = {name: world_of(seed=len(name), **shape) for name in ("together", "alone")}
+    totals = [sum(sizes) for sizes in chunks]
+    inputs = [worlds["alone"].inputs(total) for total in totals]
+    expected: dict[int, Any] = {}
+    for at, total in enumerate(totals):
+        for world in worlds.values():
+            world.open(at)
+        if total:
+            rows = [Rows(sequence_id=at, count=total)]
+            expected[at] = worlds["alone"].step(rows, {0: inputs[at]})[0][0]
+    done = [0] * len(chunks)
+    for number in range(max(map(len, chunks))):
+        sizes = {
+            at: sizes[number]
+            for at, sizes in enumerate(chunks)
+            if number < len(sizes) and sizes[number]
+        }
+        if not sizes:
+            continue
+        spans = {at: slice(done[at], done[at] + size) for at, size in sizes.items()}
+        parts = [torch.cat([inputs[at][i][span] for at, span in spans.items()]) for i in range(3)]
+        rows = [Rows(sequence_id=at, count=size) for at, size in sizes.items()]
+        found = worlds["together"].step(rows, {0: (parts[0], parts[1], parts[2])})[0][0]
+        for (at, span), piece in zip(spans.items(), found.split(list(sizes.values())), strict=True):
+            assert_same_bits(piece, expected[at][span], f"sequence {at}, rows {span}")
+            done[at] = span.stop
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 64])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_products_of_usual_sizes_are_steady_on_this_machine(page_size: int, dim: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        found = product_probe.dependent_products(
+            key_dim=dim, value_dim=dim, page_size=page_size, dtype=dtype
+        )
+        assert found is None
+
+
+def test_the_probe_of_products_of_pages_catches_unsteady_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: plain(a, b) + 1e-6 * a.shape[0])
+    found = product_probe.dependent_products(
+        key_dim=16, value_dim=16, page_size=8, dtype=torch.float32
+    )
+    assert "queries with keys" in (found or "")
+
+
+def test_a_broken_promise_is_refused_when_the_backend_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        paged_attention, "dependent_products", lambda **sizes: f"rows of {sizes['key_dim']} differ"
+    )
+    with pytest.raises(CompositionError, match=r"engine\.batch_invariant") as caught:
+        world_of(key_dim=10)
+    assert caught.value.problems[0] == "rows of 16 differ"
+    context = AttentionContext(
+        groups=(group_of(),),
+        device_type="cpu",
+        dtype="float32",
+        num_query_heads=6,
+        batch_invariant=False,
+    )
+    PagedAttention(context)  # nothing was promised
+
+
+class UnsteadyLinear:
+    """Adds the number of rows to everything: right within tolerance, and never twice the same."""
+
+    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return weight
+
+    def run(self, x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        return x @ handle.T + 1e-4 * x.shape[0]
+
+
+def test_the_probe_of_products_catches_wrong_and_unsteady_ones() -> None:
+    steady, wrong = UnsteadyLinear(), UnsteadyLinear()
+    assert "rows differ" in (product_probe.dependent_rows(steady, torch.float32) or "")
+    assert product_probe.wrong_products(steady, torch.float32) is None
+    wrong.run = lambda x, handle: x @ handle.T * 2  # type: ignore[method-assign]
+    assert "wrong" in (product_probe.wrong_products(wrong, torch.float32) or "")

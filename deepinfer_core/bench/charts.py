@@ -141,7 +141,9 @@ def svg(chart: Chart) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="{ACCENT}">'
             f"<title>{escape(point.label)}: {point.x:.4g}, {point.y:.4g}</title></circle>"
         )
-        parts.append(_text(x + 8, y - 8, point.label, "start"))
+        near_edge = x > WIDTH - RIGHT - 60
+        side = (x - 8, "end") if near_edge else (x + 8, "start")
+        parts.append(_text(side[0], y - 8, point.label, side[1]))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -175,4 +177,5 @@ def _png(chart: Chart, path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(visible=True, color=GRID)
+    axes.set_axisbelow(True)
     figure.savefig(path)

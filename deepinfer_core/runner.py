@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepinfer_core.batch import Batch, PageCopy
+from deepinfer_core.batch import Batch, Int32, PageCopy
 from deepinfer_core.interfaces.accelerator import Accelerator, Pending
 from deepinfer_core.interfaces.attention import Attention, GroupStorage
 from deepinfer_core.interfaces.model import Model
@@ -23,6 +23,7 @@ class ModelStep:
         *,
         batch: Batch,
         token_ids: Tensor,
+        logit_rows: Tensor,
         attention: Attention,
         storages: Sequence[GroupStorage],
         group_of: Mapping[int, int],
@@ -30,8 +31,8 @@ class ModelStep:
     ) -> None:
         self.batch = batch
         self.token_ids = token_ids
-        self.positions = torch.from_numpy(batch.positions).to(device, torch.int64)
-        self.logit_rows = torch.from_numpy(batch.logit_rows).to(device, torch.int64)
+        self.positions = _padded(batch.positions, len(token_ids), device)
+        self.logit_rows = logit_rows
         self.scratch: dict[str, Any] = {}
         self.taps: dict[str, Tensor] = {}
         self._attention, self._storages, self._group_of = attention, storages, group_of
@@ -41,11 +42,16 @@ class ModelStep:
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, params: Any
     ) -> Tensor:
         """Attention of one layer over its cache group."""
-        group = self._group_of[layer]
-        return self._attention.attend(
+        group, real = self._group_of[layer], self.batch.num_tokens
+        padding = q.shape[0] - real
+        if padding:
+            q = q[:real]
+            k, v = (None if x is None else x[:real] for x in (k, v))
+        out = self._attention.attend(
             q, k, v, layer=layer, storage=self._storages[group], plan=self._plans[group],
             params=params,
         )  # fmt: skip
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
     def group(self, index: int) -> tuple[Any, Any]:
         """(storage, plan) of a cache group."""
@@ -54,24 +60,41 @@ class ModelStep:
     def tap(self, name: str, hidden: Tensor) -> None:
         """Keep a layer's output if it was asked for."""
         if name in self.batch.taps:
-            self.taps[name] = hidden.clone()  # the residual stream goes on in place
+            # A copy, since the residual stream goes on in place.
+            self.taps[name] = hidden[: self.batch.num_tokens].clone()
 
 
 class LocalOutput:
-    """What a forward pass left. See ``deepinfer_core.interfaces.executor.StepOutput``."""
+    """What a forward pass left. See ``deepinfer_core.interfaces.executor.StepOutput``.
 
-    def __init__(self, model: Model, hidden: Tensor, taps: Mapping[str, Tensor]) -> None:
-        self._model, self._hidden = model, hidden
-        self.taps = taps
+    Args:
+        model: whose head makes the logits.
+        hidden: [padded rows, hidden_size].
+        num_rows: rows that were asked for; the others are padding.
+        taps: layer outputs that were asked for.
+        pad: row count -> row count that kernels should see.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        """Rows whose logits were asked for."""
-        return int(self._hidden.shape[0])
+    def __init__(
+        self,
+        model: Model,
+        hidden: Tensor,
+        num_rows: int,
+        taps: Mapping[str, Tensor],
+        pad: Callable[[int], int],
+    ) -> None:
+        self._model, self._hidden, self._pad = model, hidden, pad
+        self.num_rows, self.taps = num_rows, taps
 
     def logits(self, start: int, stop: int) -> Tensor:
         """[stop - start, vocab_size], float32."""
-        return self._model.head(self._hidden[start:stop])
+        if start == 0 and stop == self.num_rows:
+            return self._model.head(self._hidden)[:stop]
+        count = stop - start
+        rows = torch.nn.functional.pad(
+            self._hidden[start:stop], (0, 0, 0, self._pad(count) - count)
+        )
+        return self._model.head(rows)[:count]
 
 
 class LocalExecutor:
@@ -114,21 +137,30 @@ class LocalExecutor:
             self._due.popleft()
 
     def _forward(self, batch: Batch, sampled: Tensor) -> LocalOutput:
-        device = self._accelerator.device
         self._copy_pages()
-        token_ids = torch.from_numpy(batch.token_ids).to(device, torch.int64)
+        device, pad = self._accelerator.device, self._accelerator.pad_tokens
+        token_ids = _padded(batch.token_ids, pad(batch.num_tokens), device)
         sourced = batch.token_sources >= 0
         if sourced.any():
             rows = torch.from_numpy(sourced.nonzero()[0]).to(device)
             sources = torch.from_numpy(batch.token_sources[sourced]).to(device, torch.int64)
             token_ids[rows] = sampled[sources]
+        num_logits = len(batch.logit_rows)
         step = ModelStep(
             batch=batch,
             token_ids=token_ids,
+            logit_rows=_padded(batch.logit_rows, pad(num_logits), device),
             attention=self._attention,
             storages=self._storages,
             group_of=self._group_of,
             device=device,
         )
         hidden = self._model.forward(step)
-        return LocalOutput(self._model, hidden, step.taps)
+        return LocalOutput(self._model, hidden, num_logits, step.taps, pad)
+
+
+def _padded(values: Int32, length: int, device: torch.device) -> Tensor:
+    """[length] int64: the values, then zeros. Rows of padding are computed and never looked at."""
+    out = torch.zeros(length, dtype=torch.int64)
+    out[: len(values)] = torch.from_numpy(values)
+    return out.to(device)

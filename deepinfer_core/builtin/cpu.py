@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from deepinfer_core.interfaces.accelerator import AcceleratorContext, MemoryInfo
+from deepinfer_core.ops.rows import padded_rows
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ class CpuPending(Generic[T]):
 class CpuAccelerator:
     """The host as a device.
 
-    With ``context.overlap`` one worker thread is the queue, so that the host's own work goes on while a
+    With ``context.overlap`` one worker thread is the queue, so that the host's own work goes on
+    while a
     step computes. Without it, work is done when it is launched: one thread, one OpenMP team.
     """
 
@@ -75,8 +77,8 @@ class CpuAccelerator:
         return CpuPending(future)
 
     def pad_tokens(self, num_tokens: int) -> int:
-        """No padding: nothing is captured."""
-        return num_tokens
+        """A ladder of sizes: oneDNN compiles and keeps a kernel for every row count it meets."""
+        return padded_rows(num_tokens)
 
     def is_lost(self, error: BaseException) -> bool:
         """The host cannot be lost; running out of memory is a failed step."""

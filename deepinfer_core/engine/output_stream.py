@@ -57,9 +57,8 @@ class OutputStream:
         ended = enough and token_id in self._ends
         text, matched = "", None
         if self._detokenizer is not None and (not ended or self._params.include_stop):
-            text, matched = self._stops.push(self._detokenizer.push([token_id]))
-        if not enough:
-            matched = None
+            piece = self._detokenizer.push([token_id])
+            text, matched = self._stops.push(piece, ignore=not enough)
         if matched is not None or ended or is_last:
             stop = matched if matched is not None else token_id if ended else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP

@@ -72,11 +72,11 @@ class StepContext(Protocol):
 
     batch: Batch
     token_ids: torch.Tensor
-    """[num_tokens], int64, on the device."""
+    """[num_rows], int64, on the device; ``num_rows`` is ``batch.num_tokens`` or, padded, more."""
     positions: torch.Tensor
-    """[num_tokens], int64, on the device."""
+    """[num_rows], int64, on the device."""
     logit_rows: torch.Tensor
-    """[num_logits], int64, on the device."""
+    """[num_logits or more], int64, on the device: the wanted rows, then padding."""
     scratch: dict[str, Any]
     """Whatever layers hand to later layers of the same step (top-k lists, candidates)."""
 
@@ -109,7 +109,8 @@ class Model(Protocol):
         """Run all layers.
 
         Returns:
-            [num_logits, hidden_size]: final-norm output of the rows in ``step.logit_rows``.
+            [num_logits or more, hidden_size]: final-norm output of the wanted rows, in their order;
+            rows after them are padding.
         """
         ...
 

@@ -257,7 +257,9 @@ class Decoder:
         step.tap("embedding", x)
         normed = self._ops.rms_norm.run(x, self._layers[0].input_norm, self._eps)
         # Nobody reads the last layer's other rows, unless a tap does.
-        few = step.logit_rows.shape[0] < x.shape[0] and f"layer.{last}" not in step.batch.taps
+        batch = step.batch
+        every = len(batch.logit_rows) == batch.num_tokens
+        few = not every and f"layer.{last}" not in batch.taps
         for layer in self._layers:
             rows = step.logit_rows if few and layer.index == last else None
             mixed = layer.attention(step, normed, cos, sin, rows)
@@ -269,9 +271,7 @@ class Decoder:
             )
             x, normed = add_norm(x, layer.feed_forward.run(normed), following, self._eps)
             step.tap(f"layer.{layer.index}", x)
-        if few or step.logit_rows.shape[0] == normed.shape[0]:
-            return normed
-        return normed[step.logit_rows]
+        return normed if every or few else normed[step.logit_rows]
 
 
 def build(config: Any, context: ModelContext) -> DecoderFamily:

@@ -1,13 +1,15 @@
-"""DeepInfer beside transformers on this machine's CPU: same model, prompts and token counts, greedy.
+"""DeepInfer beside transformers on this machine's CPU: same model, prompts and token counts,
+greedy.
 
     python benchmarks/side_by_side.py --model SmolLM2-135M-Instruct.Q4_1.gguf --json results.json
 
-Every sample is a fresh process; the engines take turns, so that noise hits all of them. Each process
-also times the linear layers by themselves (the kernel table), which gives the most tokens a second that
-an engine without any other work could reach with the same kernels.
+Every sample is a fresh process; the engines take turns, so that noise hits all of them. Each
+process also times the linear layers by themselves (the kernel table), which gives the most tokens a
+second that an engine without any other work could reach with the same kernels.
 
 Workloads: decode of 1, 8 and 32 sequences (prompt 128, 128 new tokens each, prefill included, and
-decode alone), prefill of one prompt of 2048 tokens. Prompts are slices of Python's own documentation.
+decode alone), prefill of one prompt of 2048 tokens. Prompts are slices of Python's own
+documentation.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ENGINES = ("deepinfer", "deepinfer-fast", "transformers-bf16", "transformers-fp3
 
 def text() -> str:
     """Some English, on every machine with Python."""
-    import pydoc_data.topics as topics
+    from pydoc_data import topics
 
     return "\n\n".join(re.sub(r"[ \t]+", " ", topics.topics[key]) for key in sorted(topics.topics))
 
@@ -75,7 +77,10 @@ def run_deepinfer(model: str, threads: int, *, invariant: bool) -> dict[str, Any
         return first - start, time.perf_counter() - start
 
     plan = engine.plan.details
-    return {**measure(generate, prompts), "plan": {k: plan[k] for k in ("dtype", "invariant", "ops")}}
+    return {
+        **measure(generate, prompts),
+        "plan": {k: plan[k] for k in ("dtype", "invariant", "ops")},
+    }
 
 
 def run_transformers(model: str, threads: int, dtype: str) -> dict[str, Any]:

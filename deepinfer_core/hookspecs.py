@@ -1,7 +1,7 @@
 """The hooks of deepinfer, all called while an engine is put together, none while it runs.
 
-A plugin is a module (or object) with ``DEEPINFER_API = 1`` and functions marked ``@hookimpl`` that bear
-the names below. Offers are collected from everybody; their order plays no part.
+A plugin is a module (or object) with ``DEEPINFER_API = 1`` and functions marked ``@hookimpl`` that
+bear the names below. Offers are collected from everybody; their order plays no part.
 """
 
 from __future__ import annotations

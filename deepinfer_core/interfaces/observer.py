@@ -32,8 +32,7 @@ class Event:
 
 
 class Observer(Protocol):
-    """A listener. Called from the engine's thread; must return quickly and keep nothing it is
-    given.
+    """A listener, called from the engine's thread; it returns quickly and keeps nothing.
 
     An observer that raises is logged and dropped; it never disturbs the engine.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from deepinfer_core.config import EngineConfig, EngineOptions
@@ -11,12 +13,12 @@ from deepinfer_core.testing.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def tiny_model(tmp_path_factory: Any) -> Any:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def window_model(tmp_path_factory):
+def window_model(tmp_path_factory: Any) -> Any:
     return write_tiny_model(
         tmp_path_factory.mktemp("window"),
         architectures=["MistralForCausalLM"],
@@ -26,10 +28,10 @@ def window_model(tmp_path_factory):
 
 
 @pytest.fixture
-def make_engine(tiny_model):
+def make_engine(tiny_model: Any) -> Any:
     engines = []
 
-    def make(model=None, plugins=(), config=None, **options):
+    def make(model: Any = None, plugins: Any = (), config: Any = None, **options: Any) -> Any:
         options = {"page_size": 8, "kv_pages": 200, "max_batch_tokens": 64, **options}
         full = EngineConfig(
             model=str(model or tiny_model), engine=EngineOptions(**options), **(config or {})
@@ -46,10 +48,12 @@ def make_engine(tiny_model):
 class Driver:
     """Runs requests to their end and keeps every delta."""
 
-    def __init__(self, engine):
-        self.engine, self.deltas, self.results = engine, [], {}
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.deltas: list[Any] = []
+        self.results: dict[str, Any] = {}
 
-    def submit(self, name, prompt, **params):
+    def submit(self, name: Any, prompt: Any, **params: Any) -> None:
         extra = {key: params.pop(key) for key in ("priority", "deadline_s") if key in params}
         params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **params}
         self.engine.submit(
@@ -61,7 +65,7 @@ class Driver:
             )
         )
 
-    def step(self):
+    def step(self) -> Any:
         deltas = self.engine.step()
         self.deltas += deltas
         for delta in deltas:
@@ -70,7 +74,7 @@ class Driver:
                 self.results[delta.request_id] = result
         return deltas
 
-    def run(self, limit=5000):
+    def run(self, limit: Any = 5000) -> Any:
         for _ in range(limit):
             if not self.engine.has_work:
                 return self.results
@@ -79,5 +83,5 @@ class Driver:
 
 
 @pytest.fixture
-def drive():
+def drive() -> Any:
     return Driver

@@ -1,6 +1,7 @@
 """How outputs end, and what they report."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,26 +9,26 @@ from deepinfer_core.errors import AdmissionError, EngineClosedError, RequestErro
 from deepinfer_core.requests import FinishReason, Request, SamplingParams
 
 
-def greedy_tokens(driver, prompt, count):
+def greedy_tokens(driver: Any, prompt: Any, count: Any) -> Any:
     driver.submit("probe", prompt, max_tokens=count)
     return driver.run()["probe"].outputs[0].token_ids
 
 
-def test_length(make_engine, drive):
+def test_length(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     driver.submit("r", [1, 2], max_tokens=3)
     output = driver.run()["r"].outputs[0]
     assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 3)
 
 
-def test_context_ends_an_output_without_max_tokens(make_engine, drive):
+def test_context_ends_an_output_without_max_tokens(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(config={"max_model_len": 40}))
     driver.submit("r", [1, 2], max_tokens=None)
     output = driver.run()["r"].outputs[0]
     assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 38)
 
 
-def test_a_stop_id_ends_and_leaves_no_text(make_engine, drive):
+def test_a_stop_id_ends_and_leaves_no_text(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     path = greedy_tokens(driver, [1, 2, 3], 8)
     stop = path[4]
@@ -37,7 +38,7 @@ def test_a_stop_id_ends_and_leaves_no_text(make_engine, drive):
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, stop)
 
 
-def test_min_tokens_bans_the_stop_id(make_engine, drive):
+def test_min_tokens_bans_the_stop_id(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     stop = greedy_tokens(driver, [1, 2, 3], 8)[2]
     driver.submit("r", [1, 2, 3], max_tokens=8, min_tokens=6, stop_token_ids=(stop,))
@@ -46,7 +47,7 @@ def test_min_tokens_bans_the_stop_id(make_engine, drive):
     assert stop not in output.token_ids[:6]
 
 
-def test_stop_strings_cross_tokens_and_are_cut(make_engine, drive):
+def test_stop_strings_cross_tokens_and_are_cut(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     driver.submit(
         "probe", list(b"hello"), max_tokens=30, logit_bias=dict.fromkeys(range(32, 60), 100)
@@ -64,7 +65,7 @@ def test_stop_strings_cross_tokens_and_are_cut(make_engine, drive):
     assert streamed == result.text
 
 
-def test_text_of_deltas_equals_the_decoded_whole(make_engine, drive):
+def test_text_of_deltas_equals_the_decoded_whole(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     for at in range(8):
         driver.submit(f"r{at}", [at, 7, 9], temperature=20.0, seed=at, max_tokens=40)
@@ -75,7 +76,7 @@ def test_text_of_deltas_equals_the_decoded_whole(make_engine, drive):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_abort_at_any_moment_returns_everything(make_engine, drive, overlap):
+def test_abort_at_any_moment_returns_everything(make_engine: Any, drive: Any, overlap: Any) -> None:
     engine = make_engine(overlap=overlap, max_batch_tokens=16)
     for moment in range(12):
         driver = drive(engine)
@@ -93,7 +94,7 @@ def test_abort_at_any_moment_returns_everything(make_engine, drive, overlap):
         assert not engine.abort("victim")
 
 
-def test_a_deadline_ends_a_request(tiny_model, drive):
+def test_a_deadline_ends_a_request(tiny_model: Any, drive: Any) -> None:
     from deepinfer_core.config import EngineConfig, EngineOptions
     from deepinfer_core.engine.assembly import assemble
     from deepinfer_core.engine.engine import Engine
@@ -112,7 +113,7 @@ def test_a_deadline_ends_a_request(tiny_model, drive):
     assert results["free"].outputs[0].finish_reason is FinishReason.LENGTH
 
 
-def test_logprobs_and_prompt_logprobs(make_engine, drive):
+def test_logprobs_and_prompt_logprobs(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(max_batch_tokens=7))
     prompt = list(range(1, 31))
     driver.submit("r", prompt, max_tokens=4, logprobs=2, prompt_logprobs=1)
@@ -131,7 +132,7 @@ def test_logprobs_and_prompt_logprobs(make_engine, drive):
     assert all(math.isfinite(value) and value <= 0 for value in scored)
 
 
-def test_results_are_taken_once(make_engine, drive):
+def test_results_are_taken_once(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     driver.submit("r", [1], max_tokens=1)
     assert driver.run()["r"].ttft_s is not None
@@ -147,7 +148,9 @@ def test_results_are_taken_once(make_engine, drive):
         ([1], {"stop_token_ids": (9999,)}, "9999"),
     ],
 )
-def test_bad_requests_are_refused_by_name(make_engine, drive, prompt, params, message):
+def test_bad_requests_are_refused_by_name(
+    make_engine: Any, drive: Any, prompt: Any, params: Any, message: Any
+) -> None:
     driver = drive(make_engine(kv_pages=20))
     driver.submit("good", [1, 2], max_tokens=3)
     with pytest.raises(RequestError, match=message):
@@ -155,13 +158,13 @@ def test_bad_requests_are_refused_by_name(make_engine, drive, prompt, params, me
     assert set(driver.run()) == {"good"}
 
 
-def test_max_tokens_none_is_cut_to_what_the_cache_holds(make_engine, drive):
+def test_max_tokens_none_is_cut_to_what_the_cache_holds(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(kv_pages=5))
     driver.submit("r", [1, 2], max_tokens=None)
     assert len(driver.run()["r"].outputs[0].token_ids) == 38
 
 
-def test_a_full_queue_refuses(make_engine, drive):
+def test_a_full_queue_refuses(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(max_waiting=2))
     for at in range(3):
         driver.submit(f"r{at}", [1], max_tokens=2)
@@ -170,7 +173,7 @@ def test_a_full_queue_refuses(make_engine, drive):
     assert len(driver.run()) == 3
 
 
-def test_ids_are_unique_among_the_living(make_engine, drive):
+def test_ids_are_unique_among_the_living(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine())
     driver.submit("r", [1], max_tokens=1)
     with pytest.raises(RequestError, match="alive already"):
@@ -180,7 +183,7 @@ def test_ids_are_unique_among_the_living(make_engine, drive):
     assert "r" in driver.run()
 
 
-def test_a_closed_engine_says_so(make_engine):
+def test_a_closed_engine_says_so(make_engine: Any) -> None:
     engine = make_engine()
     engine.submit(Request(request_id="r", prompt_token_ids=[1], params=SamplingParams()))
     engine.close()
@@ -191,7 +194,7 @@ def test_a_closed_engine_says_so(make_engine):
         engine.submit(Request(request_id="s", prompt_token_ids=[1], params=SamplingParams()))
 
 
-def test_penalties_see_every_earlier_token_in_both_modes(make_engine, drive):
+def test_penalties_see_every_earlier_token_in_both_modes(make_engine: Any, drive: Any) -> None:
     outputs = []
     for overlap in (False, True):
         driver = drive(make_engine(overlap=overlap))

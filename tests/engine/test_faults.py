@@ -1,6 +1,7 @@
 """Faults at every point of a round: only offenders fail, nothing leaks, nothing hangs."""
 
 import random
+from typing import Any
 
 import attrs
 import pytest
@@ -21,15 +22,15 @@ POISON = 251
 class Proxy:
     """Passes everything on, and asks ``fault(point)`` before the named methods."""
 
-    def __init__(self, inner, fault, points):
+    def __init__(self, inner: Any, fault: Any, points: Any) -> None:
         self._inner, self._fault, self._points = inner, fault, points
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         found = getattr(self._inner, name)
         if name not in self._points:
             return found
 
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             self._fault(self._points[name])
             return found(*args, **kwargs)
 
@@ -39,25 +40,27 @@ class Proxy:
 class FaultyExecutor:
     """Raises while waiting for steps, in logits, or for a poisonous token; can make NaN."""
 
-    def __init__(self, inner, fault, poison=False, nan=False, lost=False):
+    def __init__(
+        self, inner: Any, fault: Any, poison: Any = False, nan: Any = False, lost: Any = False
+    ) -> None:
         self._inner, self._fault = inner, fault
         self._poison, self._nan, self._lost = poison, nan, lost
 
-    def launch(self, batch):
+    def launch(self, batch: Any) -> Any:
         self._fault("launch")
         pending = self._inner.launch(batch)
         bad = POISON in batch.token_ids.tolist()
         return FaultyPending(pending, self, bad, batch)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return getattr(self._inner, name)
 
 
 class FaultyPending:
-    def __init__(self, pending, owner, bad, batch):
+    def __init__(self, pending: Any, owner: Any, bad: Any, batch: Any) -> None:
         self._pending, self._owner, self._bad, self._batch = pending, owner, bad, batch
 
-    def wait(self):
+    def wait(self) -> Any:
         output = self._pending.wait()
         self._owner._fault("wait")
         if self._bad and self._owner._poison:
@@ -68,15 +71,15 @@ class FaultyPending:
 
 
 class FaultyOutput:
-    def __init__(self, output, owner, batch):
+    def __init__(self, output: Any, owner: Any, batch: Any) -> None:
         self._output, self._owner, self._batch = output, owner, batch
         self.taps = output.taps
 
     @property
-    def num_rows(self):
+    def num_rows(self) -> Any:
         return self._output.num_rows
 
-    def logits(self, start, stop):
+    def logits(self, start: Any, stop: Any) -> Any:
         self._owner._fault("logits")
         logits = self._output.logits(start, stop).clone()
         if self._owner._nan:
@@ -89,8 +92,8 @@ class FaultyOutput:
 
 
 @pytest.fixture(scope="module")
-def parts_of(tiny_model):
-    def make(**options):
+def parts_of(tiny_model: Any) -> Any:
+    def make(**options: Any) -> Any:
         options = {"page_size": 8, "kv_pages": 60, "max_batch_tokens": 32, **options}
         config = EngineConfig(model=str(tiny_model), engine=EngineOptions(**options))
         return assemble(config, discover=False, environ={})
@@ -98,7 +101,7 @@ def parts_of(tiny_model):
     return make
 
 
-def faulty_engine(parts, fault=lambda point: None, **kinds):
+def faulty_engine(parts: Any, fault: Any = lambda point: None, **kinds: Any) -> Any:
     executor = FaultyExecutor(parts.executor, fault, **kinds)
     cache = Proxy(
         parts.cache,
@@ -109,15 +112,15 @@ def faulty_engine(parts, fault=lambda point: None, **kinds):
     return Engine(attrs.evolve(parts, executor=executor, cache=cache, scheduler=scheduler))
 
 
-def submit(engine, name, prompt, **params):
+def submit(engine: Any, name: Any, prompt: Any, **params: Any) -> None:
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **params}
     engine.submit(
         Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**params))
     )
 
 
-def run(engine, limit=3000):
-    results = {}
+def run(engine: Any, limit: Any = 3000) -> Any:
+    results: dict[str, Any] = {}
     for _ in range(limit):
         if not engine.has_work:
             return results
@@ -128,7 +131,7 @@ def run(engine, limit=3000):
     raise AssertionError("hangs")
 
 
-def expected(parts_of):
+def expected(parts_of: Any) -> Any:
     engine = faulty_engine(parts_of())
     for at in range(6):
         submit(engine, f"r{at}", [at + 1] * (3 + 9 * at), n=1 + at % 2)
@@ -136,7 +139,7 @@ def expected(parts_of):
 
 
 @pytest.fixture(scope="module")
-def truth(parts_of):
+def truth(parts_of: Any) -> Any:
     return expected(parts_of)
 
 
@@ -149,11 +152,14 @@ POINTS = ("schedule", "open", "reserve", "commit", "fork", "launch", "wait", "lo
     overlap=st.booleans(),
     aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=2),
 )
-def test_single_faults_anywhere_lose_nothing(parts_of, truth, faults, overlap, aborts):
+def test_single_faults_anywhere_lose_nothing(
+    parts_of: Any, truth: Any, faults: Any, overlap: Any, aborts: Any
+) -> None:
     """Each fault happens once, so a repeated step succeeds: everybody gets the right tokens."""
-    counts, due = {}, set(faults)
+    counts: dict[str, int] = {}
+    due = set(faults)
 
-    def fault(point):
+    def fault(point: Any) -> None:
         counts[point] = counts.get(point, -1) + 1
         if (point, counts[point]) in due:
             raise RuntimeError(f"injected at {point} {counts[point]}")
@@ -161,7 +167,8 @@ def test_single_faults_anywhere_lose_nothing(parts_of, truth, faults, overlap, a
     engine = faulty_engine(parts_of(overlap=overlap), fault)
     for at in range(6):
         submit(engine, f"r{at}", [at + 1] * (3 + 9 * at), n=1 + at % 2)
-    results, steps = {}, 0
+    results: dict[str, Any] = {}
+    steps = 0
     while engine.has_work:
         if steps in aborts:
             engine.abort(f"r{aborts[steps]}")
@@ -189,7 +196,9 @@ def test_single_faults_anywhere_lose_nothing(parts_of, truth, faults, overlap, a
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", ["poison", "nan"])
 @pytest.mark.parametrize("late", [False, True])
-def test_only_the_offender_fails(parts_of, truth, overlap, kind, late):
+def test_only_the_offender_fails(
+    parts_of: Any, truth: Any, overlap: Any, kind: Any, late: Any
+) -> None:
     engine = faulty_engine(parts_of(overlap=overlap), **{kind: True})
     for at in range(6):
         submit(engine, f"r{at}", [at + 1] * (3 + 9 * at), n=1 + at % 2)
@@ -208,7 +217,7 @@ def test_only_the_offender_fails(parts_of, truth, overlap, kind, late):
     assert engine.stats().num_failed == 1
 
 
-def test_a_nan_says_where(parts_of):
+def test_a_nan_says_where(parts_of: Any) -> None:
     engine = faulty_engine(parts_of(), nan=True)
     submit(engine, "bad", [1, 2, POISON])
     error = run(engine)["bad"].error
@@ -216,7 +225,7 @@ def test_a_nan_says_where(parts_of):
     assert "first at token 5" in error
 
 
-def test_a_nan_in_a_page_does_not_reach_its_next_owner(parts_of):
+def test_a_nan_in_a_page_does_not_reach_its_next_owner(parts_of: Any) -> None:
     parts = parts_of(kv_pages=20)
     engine = Engine(parts)
     for storage in parts.executor._storages:
@@ -227,7 +236,7 @@ def test_a_nan_in_a_page_does_not_reach_its_next_owner(parts_of):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_lost_device_ends_every_stream(parts_of, overlap):
+def test_a_lost_device_ends_every_stream(parts_of: Any, overlap: Any) -> None:
     engine = faulty_engine(parts_of(overlap=overlap), lost=True)
     submit(engine, "a", [1, 2], max_tokens=50)
     for _ in range(3):
@@ -244,8 +253,8 @@ def test_a_lost_device_ends_every_stream(parts_of, overlap):
     engine.close()
 
 
-def test_a_scheduler_that_always_fails_ends_the_engine(parts_of):
-    def fault(point):
+def test_a_scheduler_that_always_fails_ends_the_engine(parts_of: Any) -> None:
+    def fault(point: Any) -> None:
         if point == "schedule":
             raise KeyError("no idea")
 
@@ -255,16 +264,16 @@ def test_a_scheduler_that_always_fails_ends_the_engine(parts_of):
     assert "scheduler failed" in results["r"].error
 
 
-def test_an_observer_that_raises_is_dropped(parts_of):
+def test_an_observer_that_raises_is_dropped(parts_of: Any) -> None:
     class Bad:
-        def __init__(self):
+        def __init__(self) -> None:
             self.calls = 0
 
-        def observe(self, event):
+        def observe(self, event: Any) -> None:
             self.calls += 1
             raise ValueError("broken listener")
 
-        def close(self):
+        def close(self) -> None:
             raise ValueError("still broken")
 
     bad = Bad()
@@ -275,12 +284,12 @@ def test_an_observer_that_raises_is_dropped(parts_of):
     assert bad.calls == 1
 
 
-def test_random_lives_leave_nothing_behind(parts_of):
+def test_random_lives_leave_nothing_behind(parts_of: Any) -> None:
     """Arrivals, aborts, faults and page pressure, mixed at random."""
     for seed in range(4):
         rng = random.Random(seed)
 
-        def fault(point, rng=rng):
+        def fault(point: Any, rng: Any = rng) -> None:
             if point in ("wait", "logits", "commit") and rng.random() < 0.05:
                 raise RuntimeError("injected")
 

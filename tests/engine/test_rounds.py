@@ -1,13 +1,14 @@
 """The round: chunking, mixing, overlap and preemption never change what comes out."""
 
 import random
+from typing import Any
 
 import pytest
 
 from deepinfer_core.requests import FinishReason
 
 
-def submit_mixed(driver, seed=0, count=12):
+def submit_mixed(driver: Any, seed: Any = 0, count: Any = 12) -> Any:
     rng = random.Random(seed)
     for at in range(count):
         prompt = [rng.randrange(256) for _ in range(rng.choice([1, 2, 5, 17, 40, 90]))]
@@ -23,21 +24,21 @@ def submit_mixed(driver, seed=0, count=12):
         )
 
 
-def tokens(results):
+def tokens(results: Any) -> Any:
     return {name: [o.token_ids for o in result.outputs] for name, result in results.items()}
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model):
+def alone(tiny_model: Any) -> Any:
     """Every request by itself, one token row at a time."""
     from deepinfer_core.config import EngineConfig, EngineOptions
     from deepinfer_core.engine.engine import Engine
 
     class Recorder:
-        def __init__(self):
-            self.calls = []
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
 
-        def submit(self, name, prompt, **params):
+        def submit(self, name: Any, prompt: Any, **params: Any) -> None:
             self.calls.append((name, prompt, params))
 
     recorder = Recorder()
@@ -72,14 +73,16 @@ def alone(tiny_model):
     ],
     ids=str,
 )
-def test_tokens_do_not_depend_on_company(make_engine, drive, alone, options):
+def test_tokens_do_not_depend_on_company(
+    make_engine: Any, drive: Any, alone: Any, options: Any
+) -> None:
     driver = drive(make_engine(**options))
     submit_mixed(driver)
     assert tokens(driver.run()) == alone
     assert driver.engine.stats().kv_pages_used == 0
 
 
-def test_tight_memory_preempts_and_changes_nothing(make_engine, drive):
+def test_tight_memory_preempts_and_changes_nothing(make_engine: Any, drive: Any) -> None:
     config = {"scheduler": "fcfs"}
     roomy, tight = (drive(make_engine(kv_pages=pages, config=config)) for pages in (200, 9))
     for driver in (roomy, tight):
@@ -89,7 +92,9 @@ def test_tight_memory_preempts_and_changes_nothing(make_engine, drive):
     assert tight.engine.stats().num_preemptions > 0
 
 
-def test_a_request_that_arrives_while_others_run_starts_at_once(make_engine, drive):
+def test_a_request_that_arrives_while_others_run_starts_at_once(
+    make_engine: Any, drive: Any
+) -> None:
     driver = drive(make_engine())
     driver.submit("old", [1] * 10, max_tokens=50)
     for _ in range(5):
@@ -98,7 +103,7 @@ def test_a_request_that_arrives_while_others_run_starts_at_once(make_engine, dri
     assert any(delta.request_id == "new" for delta in driver.step())
 
 
-def test_window_groups_give_pages_back(make_engine, drive, window_model):
+def test_window_groups_give_pages_back(make_engine: Any, drive: Any, window_model: Any) -> None:
     driver = drive(make_engine(model=window_model, kv_pages=60))
     driver.submit("long", [7] * 100, max_tokens=200)
     most = 0
@@ -111,7 +116,7 @@ def test_window_groups_give_pages_back(make_engine, drive, window_model):
     assert most <= window_pages
 
 
-def test_outputs_of_one_request_share_the_prompt(make_engine, drive):
+def test_outputs_of_one_request_share_the_prompt(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(max_batch_tokens=256))
     driver.submit("many", list(range(1, 97)), n=4, temperature=50.0, seed=3, max_tokens=4)
     driver.step()
@@ -124,7 +129,7 @@ def test_outputs_of_one_request_share_the_prompt(make_engine, drive):
     assert driver.engine.stats().num_computed_tokens < 2 * 96 + 20
 
 
-def test_overlap_takes_tokens_the_host_has_not_seen(make_engine, drive):
+def test_overlap_takes_tokens_the_host_has_not_seen(make_engine: Any, drive: Any) -> None:
     driver = drive(make_engine(overlap=True))
     driver.submit("r", [1, 2, 3], max_tokens=5)
     assert driver.step() == []  # step 1 is drawn but not looked at

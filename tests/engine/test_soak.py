@@ -3,6 +3,7 @@
 import gc
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,19 +12,20 @@ from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, SamplingParams
 
 
-def resident_bytes():
+def resident_bytes() -> Any:
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_ten_thousand_requests(tiny_model):
+def test_memory_is_flat_over_ten_thousand_requests(tiny_model: Any) -> None:
     options = EngineOptions(page_size=8, kv_pages=400, max_batch_tokens=512, overlap=True)
     rng = random.Random(0)
     with Engine.from_config(
         EngineConfig(model=str(tiny_model), engine=options), discover=False, environ={}
     ) as engine:
-        sent, seen = 0, {}
+        sent = 0
+        seen: dict[str, Any] = {}
         while len(seen) < 10_000:
             while sent < 10_000 and engine.stats().waiting < 64:
                 params = SamplingParams(
@@ -35,9 +37,7 @@ def test_memory_is_flat_over_ten_thousand_requests(tiny_model):
                     presence_penalty=rng.choice([0.0, 0.5]),
                 )
                 prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 20))]
-                engine.submit(
-                    Request(request_id=str(sent), prompt_token_ids=prompt, params=params)
-                )
+                engine.submit(Request(request_id=str(sent), prompt_token_ids=prompt, params=params))
                 if rng.random() < 0.05:
                     engine.abort(str(rng.randrange(sent + 1)))
                 sent += 1

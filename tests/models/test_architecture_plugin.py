@@ -74,7 +74,7 @@ def config_for(path: Path) -> EngineConfig:
     return EngineConfig(
         model=str(path),
         dtype="float32",
-        accelerator="cpu",  # type: ignore[arg-type]
+        accelerator="cpu",
         engine=EngineOptions(page_size=8, max_batch_tokens=16, kv_pages=16),
     )
 

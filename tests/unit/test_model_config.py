@@ -158,8 +158,9 @@ def test_old_and_new_names_of_rope_mean_the_same() -> None:
 def test_the_original_length_is_found_wherever_it_stands() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     key = "original_max_position_embeddings"
+    outside: dict[str, Any] = {key: 32}
     assert config_of(rope_scaling={**scaling, key: 64}).rope.options[key] == 64
-    assert config_of(rope_scaling=scaling, **{key: 32}).rope.options[key] == 32
+    assert config_of(rope_scaling=scaling, **outside).rope.options[key] == 32
     assert config_of(rope_scaling=scaling, max_position_embeddings=256).rope.options[key] == 256
 
 

@@ -49,8 +49,9 @@ def world_of(
         num_query_heads=heads,
         batch_invariant=True,
     )
+    backend: Any = PagedAttention(context)
     return AttentionWorld(
-        PagedAttention(context),
+        backend,
         group,
         num_query_heads=heads,
         device=CPU,
@@ -139,7 +140,8 @@ def test_rows_without_a_slot_are_computed_and_not_written() -> None:
 
 def test_layers_read_what_the_last_writer_wrote() -> None:
     world = world_of(layers=(1, 2, 3, 5, 6), writers=(1, 5))
-    assert len(world.storage.keys) == 2
+    storage: Any = world.storage
+    assert len(storage.keys) == 2
     fill(world, (1, 8, 19))
     continue_mixed(world)
 
@@ -192,7 +194,8 @@ def test_vectors_are_padded_with_zeros_that_stay() -> None:
     world = world_of(key_dim=10, value_dim=7)
     fill(world, (20, 3))
     assert padded_dim(10) == padded_dim(16) == 16
-    for tensor, dim in ((world.storage.keys[0], 10), (world.storage.values[0], 7)):
+    storage: Any = world.storage
+    for tensor, dim in ((storage.keys[0], 10), (storage.values[0], 7)):
         assert tensor.shape[-1] == 16
         assert not tensor[..., dim:].any()
 
@@ -201,7 +204,7 @@ def test_vectors_are_padded_with_zeros_that_stay() -> None:
 
 
 @st.composite
-def chunkings(draw: Any) -> tuple[dict[str, int], list[list[int]]]:
+def chunkings(draw: Any) -> tuple[dict[str, Any], list[list[int]]]:
     shape = draw(
         st.sampled_from(
             [
@@ -220,7 +223,7 @@ def chunkings(draw: Any) -> tuple[dict[str, int], list[list[int]]]:
 @settings(max_examples=20)
 @given(chunkings())
 def test_a_row_has_the_same_bits_alone_and_in_company(
-    case: tuple[dict[str, int], list[list[int]]],
+    case: tuple[dict[str, Any], list[list[int]]],
 ) -> None:
     shape, chunks = case
     worlds = {name: world_of(seed=len(name), **shape) for name in ("together", "alone")}

@@ -333,12 +333,13 @@ class CacheHistory(RuleBasedStateMachine):
     make_cache: MakeCache
     forks: bool = True
 
-    @initialize(pages=st.integers(3, 12), page_size=st.sampled_from((1, 2, 4)))
+    @initialize(pages=st.integers(6, 16), page_size=st.sampled_from((1, 2, 4)))
     def start(self, pages: int, page_size: int) -> None:
         """An empty cache."""
         groups = cache_groups(page_size=page_size, window=5)
-        self.harness = CacheHarness(type(self).make_cache, groups, (pages, pages, pages, 4))
+        self.harness = CacheHarness(type(self).make_cache, groups, (pages, pages, pages, 6))
         self.next_id = 0
+        self.past: list[tuple[str, tuple[int, ...]]] = []
 
     @property
     def _open(self) -> list[int]:
@@ -353,6 +354,37 @@ class CacheHistory(RuleBasedStateMachine):
         """A new sequence."""
         self.harness.open(self.next_id, tokens, salt)
         self.next_id += 1
+
+    @precondition(lambda self: self.past and len(self.harness.known) < 6)
+    @rule(at=st.integers(0, 50), cut=st.integers(0, 3), more=st.integers(0, 2), salt=st.booleans())
+    def reopen(self, at: int, cut: int, more: int, salt: bool) -> None:
+        """A new sequence that begins as an earlier one did, mostly with its salt."""
+        old_salt, tokens = self.past[-1 - at % len(self.past)]
+        begin = tokens[: max(1, len(tokens) - max(0, cut - 1))]
+        self.harness.open(self.next_id, (*begin, *[more] * more), old_salt if salt else "c")
+        self.next_id += 1
+
+    @precondition(lambda self: self.harness.known)
+    @rule(
+        at=st.integers(0, 5),
+        count=st.integers(0, 6),
+        spare=st.integers(0, 2),
+        token=st.integers(0, 1),
+    )
+    def run(self, at: int, count: int, spare: int, token: int) -> None:
+        """A whole step: reserve, write, commit; what is spare stays reserved or is taken back."""
+        harness, sequence_id = self.harness, self._pick(at)
+        known = harness.known[sequence_id]
+        size = 2 * harness.groups[0].page_size
+        count = count or size - known.written % size  # 0: up to a border of pages
+        end = known.written + count
+        if harness.reserve(sequence_id, end + spare):
+            harness.step(sequence_id, count, token)
+            if end > known.floor:
+                harness.commit(sequence_id, end)
+                self.past.append((known.salt, tuple(known.tokens)))
+            if spare == 1:
+                harness.rollback(sequence_id, end)
 
     @precondition(lambda self: self.harness.known)
     @rule(at=st.integers(0, 5), more=st.integers(0, 9))
@@ -412,15 +444,18 @@ class CacheHistory(RuleBasedStateMachine):
             self.harness.check_empty()
 
 
-def run_cache_history(make: MakeCache, *, forks: bool = True, examples: int = 60) -> None:
+def run_cache_history(
+    make: MakeCache, *, forks: bool = True, examples: int = 60, shrink: bool = False
+) -> None:
     """Search for a history that breaks a cache; raises what the first one found raises.
 
     Args:
         make: builds a cache from its context.
         forks: whether the cache can fork.
         examples: histories to try.
+        shrink: look for a shorter history that fails too; may take minutes.
     """
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
     from hypothesis.stateful import run_state_machine_as_test
 
     members = {"make_cache": staticmethod(make), "forks": forks}
@@ -432,6 +467,7 @@ def run_cache_history(make: MakeCache, *, forks: bool = True, examples: int = 60
             stateful_step_count=40,
             deadline=None,
             database=None,
+            phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
             print_blob=False,
             suppress_health_check=list(HealthCheck),
         ),

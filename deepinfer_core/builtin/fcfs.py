@@ -103,9 +103,8 @@ class _Step:
 
         Those that are finishing with this step are left alone: their pages come back anyway.
         """
-        rank = self._rank(sequence)
         for other in reversed(self._running):
-            if self._rank(other) <= rank:
+            if other is sequence:
                 return None
             if other.remaining > 0:
                 return other

@@ -146,14 +146,16 @@ def test_admission_leaves_room_to_grow() -> None:
         assert (len(core.running) == 2) is admitted, f"{pages} pages"
 
 
-def test_prompts_in_parts_are_counted_in_full() -> None:
-    """The second prompt has to wait, although the first one holds one page so far."""
-    core = SimulatedCore([asked(200), asked(100)], num_pages=16, max_batch_tokens=32)
-    policy = scheduler(core, prefill_chunk_tokens=0)
+def test_what_is_known_to_be_needed_is_not_given_away() -> None:
+    """The second one waits for four pages; two are free, and a newcomer wants one."""
+    core = SimulatedCore([asked(16, 30), asked(16, 30), asked(5, 5, round=1)], num_pages=5)
+    policy = scheduler(core, headroom_tokens=0)
     core.step(policy)
-    assert core.running[0].num_pages == 2
-    core.waiting[0].num_tokens = 100
-    assert [found.sequence_id for found in core.running] == [0]
+    core.running[1].num_tokens += 63
+    core.step(policy)
+    assert [found.sequence_id for found in core.running] == [0, 1]
+    assert core.free_pages == 2
+    assert core.decisions[1].granted == ((0, 1),)
 
 
 def test_one_sequence_is_admitted_whatever_the_headroom() -> None:
@@ -183,14 +185,29 @@ def test_the_last_in_line_keeps_its_pages_while_it_waits() -> None:
 
 
 def test_a_preempted_sequence_needs_more_room_each_time() -> None:
-    core = SimulatedCore([asked(16, 40), asked(16, 40)], num_pages=5)
-    policy = scheduler(core, headroom_tokens=16)
-    core.step(policy)
-    assert len(core.running) == 2
-    core.preempt(core.running[1])
-    core.waiting[0].num_preemptions = 3
-    core.step(policy)
-    assert len(core.running) == 1, "there is room for a newcomer, not for one that came back"
+    for num_preemptions, running in ((1, 2), (4, 1)):
+        core = SimulatedCore([asked(16, 40), asked(16, 40)], num_pages=7)
+        policy = scheduler(core, headroom_tokens=16)
+        core.step(policy)
+        assert len(core.running) == 2
+        core.preempt(core.running[1])
+        core.waiting[0].num_preemptions = num_preemptions
+        core.step(policy)
+        assert len(core.running) == running, f"preempted {num_preemptions} times"
+
+
+def test_whoever_finishes_in_this_step_keeps_its_pages() -> None:
+    """In round 3 the prompt lacks a page, and the less urgent one computes its last token."""
+    arrivals = [asked(30, 4, priority=1), asked(60, 4, round=1)]
+    core = SimulatedCore(arrivals, num_pages=6)
+    core.run(scheduler(core, headroom_tokens=0, prefill_chunk_tokens=20), 4)
+    assert [decision.granted for decision in core.decisions] == [
+        ((0, 30),),
+        ((0, 1), (1, 20)),
+        ((0, 1), (1, 20)),
+        ((0, 1),),
+    ]
+    assert core.finished[0].num_preemptions == 0
 
 
 # --------------------------------------------------------------------------- urgency
@@ -222,6 +239,30 @@ def test_nobody_is_preempted_in_vain() -> None:
     core.run(scheduler(core), 13)
     assert [found.sequence_id for found in core.running] == [0, 1]
     assert not any(decision.preempted for decision in core.decisions)
+
+
+def test_an_urgent_request_takes_the_place_of_some() -> None:
+    """One that is as urgent stays; the room of the other one is counted."""
+    arrivals = [asked(30, 80), asked(150, 60, priority=1), asked(150, round=10)]
+    core = SimulatedCore(arrivals, num_pages=16)
+    core.run(scheduler(core), 12)
+    assert [found.sequence_id for found in core.running] == [0, 2]
+
+
+def test_a_request_that_was_loading_does_not_throw_equals_out() -> None:
+    """It is older than the one that went on meanwhile, but no more urgent."""
+    arrivals = [asked(150, 20, load_rounds=5), asked(150, 60, round=1)]
+    core = SimulatedCore(arrivals, num_pages=16)
+    core.run(scheduler(core), 200)
+    assert [found.sequence_id for found in core.finished] == [1, 0]
+    assert not any(decision.preempted for decision in core.decisions)
+
+
+def test_whoever_finishes_in_this_step_keeps_its_seat() -> None:
+    core = SimulatedCore([asked(5, 11, priority=2), asked(5, round=10)], max_sequences=1)
+    core.run(scheduler(core), 12)
+    assert core.finished[0].finished_round == 10
+    assert core.running[0].rounds_served == [11]
 
 
 def test_an_urgent_request_takes_a_seat() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from deepinfer_core.builtin.pages import PagesCache, build
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
-from deepinfer_core.testing.stateful import CacheHarness, cache_context, cache_groups
+from deepinfer_core.testing.cache_harness import CacheHarness, cache_context, cache_groups
 
 PAGE = 4
 GROUPS = cache_groups(page_size=PAGE, window=6)

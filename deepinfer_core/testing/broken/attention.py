@@ -1,4 +1,4 @@
-"""Attention row by row over pages, and wrong forms of it, each a small change."""
+"""Wrong attention backends, each a small change of a simple one."""
 
 from __future__ import annotations
 
@@ -7,168 +7,12 @@ from typing import Any
 
 import attrs
 import torch
-from attrs import frozen
 from torch import Tensor
 
 from deepinfer_core.batch import Batch
-from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
-from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_core.interfaces.attention import AttentionParams
 from deepinfer_core.testing.contracts.base import Factory
-
-
-class SimpleStorage:
-    """Per storage layer: [num_pages, page_size, num_kv_heads, dim], keys and values."""
-
-    def __init__(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> None:
-        self.group = group
-        dtype = getattr(torch, group.dtype)
-        shape = (num_pages, group.page_size, group.num_kv_heads)
-        self.tensors = {
-            layer: tuple(
-                torch.empty(*shape, dim, dtype=dtype, device=device)
-                for dim in (group.key_dim, group.value_dim)
-            )
-            for layer in group.storage_layers
-        }
-
-    def of_layer(self, layer: int) -> tuple[Tensor, ...]:
-        """Keys and values that a layer reads."""
-        return self.tensors[max(at for at in self.group.storage_layers if at <= layer)]
-
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages one after another."""
-        for pair in self.tensors.values():
-            for tensor in pair:
-                for source, target in pairs:
-                    tensor[target] = tensor[source]
-
-    def export_page(self, page: int) -> bytes:
-        """Layer by layer: keys, then values."""
-        parts = [tensor[page] for pair in self.tensors.values() for tensor in pair]
-        return b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts)
-
-    def import_page(self, page: int, data: bytes) -> None:
-        """Inverse of ``export_page``."""
-        if len(data) != self.group.bytes_per_page:
-            raise ValueError(f"{len(data)} bytes are no page of {self.group.bytes_per_page}")
-        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for pair in self.tensors.values():
-            for tensor in pair:
-                size = tensor[page].numel() * tensor.element_size()
-                tensor[page] = raw[:size].view(tensor.dtype).view(tensor[page].shape)
-                raw = raw[size:]
-
-
-@frozen(kw_only=True, eq=False)
-class _Row:
-    """Where one token row looks."""
-
-    position: int
-    lowest: int
-    slot: int
-    table: tuple[int, ...]
-
-
-class SimpleAttention:
-    """Gathers what each row sees and does the sums in float32."""
-
-    storage_type: type[SimpleStorage] = SimpleStorage
-
-    def __init__(self, context: AttentionContext) -> None:
-        self._groups = context.groups
-
-    def allocate(
-        self, group: CacheGroupSpec, num_pages: int, device: torch.device
-    ) -> SimpleStorage:
-        """Uninitialised memory."""
-        return self.storage_type(group, num_pages, device)
-
-    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[_Row]:
-        """Where each row looks."""
-        group, window = batch.groups[group_index], self._groups[group_index].window
-        rows = []
-        for index in range(batch.num_sequences):
-            for row in range(*batch.query_starts[index : index + 2].tolist()):
-                position = int(batch.positions[row])
-                rows.append(
-                    _Row(
-                        position=position,
-                        lowest=self.lowest(position, int(group.visible_from[index]), window),
-                        slot=int(group.write_slots[row]),
-                        table=tuple(group.block_tables[index].tolist()),
-                    )
-                )
-        return rows
-
-    def lowest(self, position: int, visible_from: int, window: int) -> int:
-        """Lowest position that a row sees."""
-        return max(visible_from, position - window + 1 if window else 0)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        *,
-        layer: int,
-        storage: SimpleStorage,
-        plan: list[_Row],
-        params: AttentionParams,
-    ) -> Tensor:
-        """See ``deepinfer_core.interfaces.attention.Attention``."""
-        keys, values = storage.of_layer(layer)
-        if k is not None and v is not None:
-            for at, row in enumerate(plan):
-                if self.writes(row):
-                    page, offset = divmod(row.slot, keys.shape[1])
-                    keys[page, offset], values[page, offset] = k[at], v[at]
-        results = [
-            self.one(q[at], keys, values, row, params, num_rows=len(plan))
-            for at, row in enumerate(plan)
-        ]
-        return torch.stack(results).to(q.dtype)
-
-    def writes(self, row: _Row) -> bool:
-        """Whether a row is written."""
-        return row.slot >= 0
-
-    def one(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        row: _Row,
-        params: AttentionParams,
-        *,
-        num_rows: int,
-    ) -> Tensor:
-        """[num_query_heads, value_dim] of one row."""
-        num_heads, num_kv_heads = q.shape[0], keys.shape[2]
-        heads = [self.kv_head(head, num_heads, num_kv_heads) for head in range(num_heads)]
-        seen_keys, seen_values = self.seen(keys, row)[:, heads], self.seen(values, row)[:, heads]
-        weights = self.weights(self.scores(q, seen_keys, params), params)
-        return (weights.unsqueeze(-1) * seen_values.float()).sum(0)
-
-    def seen(self, stored: Tensor, row: _Row) -> Tensor:
-        """[num_seen, num_kv_heads, dim], in order of position."""
-        places = [divmod(at, stored.shape[1]) for at in range(row.lowest, row.position + 1)]
-        return torch.stack([stored[row.table[page], offset] for page, offset in places])
-
-    def kv_head(self, head: int, num_heads: int, num_kv_heads: int) -> int:
-        """The key-value head that a query head reads."""
-        return head // (num_heads // num_kv_heads)
-
-    def scores(self, q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
-        """[num_seen, num_query_heads]."""
-        scores = (q.float() * keys.float()).sum(-1) * params.scale
-        return params.softcap * torch.tanh(scores / params.softcap) if params.softcap else scores
-
-    def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
-        """Softmax of scores over what is seen; a sink takes its share and is dropped."""
-        if params.sinks is None:
-            return torch.softmax(scores, 0)
-        return torch.softmax(torch.cat([scores, params.sinks.float().unsqueeze(0)]), 0)[:-1]
-
+from deepinfer_core.testing.simple_attention import PlannedRow, SimpleAttention, SimpleStorage
 
 # --------------------------------------------------------------------------------- visibility
 
@@ -194,7 +38,7 @@ class _IgnoresVisibleFrom(SimpleAttention):
 
 
 class _SeesTheFuture(SimpleAttention):
-    def seen(self, stored: Tensor, row: _Row) -> Tensor:
+    def seen(self, stored: Tensor, row: PlannedRow) -> Tensor:
         page, offset = divmod(row.position + 1, stored.shape[1])
         own = super().seen(stored, row)
         if page >= len(row.table) or row.table[page] < 0:
@@ -204,7 +48,7 @@ class _SeesTheFuture(SimpleAttention):
 
 
 class _MissesItself(SimpleAttention):
-    def seen(self, stored: Tensor, row: _Row) -> Tensor:
+    def seen(self, stored: Tensor, row: PlannedRow) -> Tensor:
         own = super().seen(stored, row)
         return own[:-1] if len(own) > 1 else own
 
@@ -213,7 +57,7 @@ class _ReadsWholePages(SimpleAttention):
     def weights(self, scores: Tensor, params: AttentionParams) -> Tensor:
         return super().weights(scores.masked_fill(scores.isnan(), -torch.inf), params)
 
-    def seen(self, stored: Tensor, row: _Row) -> Tensor:
+    def seen(self, stored: Tensor, row: PlannedRow) -> Tensor:
         pages = range(row.lowest // stored.shape[1], row.position // stored.shape[1] + 1)
         return torch.cat([stored[row.table[page]] for page in pages])
 
@@ -260,7 +104,7 @@ class _DependsOnTheBatch(SimpleAttention):
         q: Tensor,
         keys: Tensor,
         values: Tensor,
-        row: _Row,
+        row: PlannedRow,
         params: AttentionParams,
         *,
         num_rows: int,
@@ -273,22 +117,23 @@ class _DependsOnTheBatch(SimpleAttention):
 
 
 class _AlwaysWrites(SimpleAttention):
-    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[_Row]:
+    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[PlannedRow]:
         return [self._with_slot(row) for row in super().plan(batch, group_index, device)]
 
-    def _with_slot(self, row: _Row) -> _Row:
+    def _with_slot(self, row: PlannedRow) -> PlannedRow:
         size = self._groups[0].page_size
         slot = row.table[row.position // size] * size + row.position % size
-        return _Row(position=row.position, lowest=row.lowest, slot=slot, table=row.table)
+        return PlannedRow(position=row.position, lowest=row.lowest, slot=slot, table=row.table)
 
 
 class _NeverWritesParts(SimpleAttention):
-    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[_Row]:
+    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[PlannedRow]:
         rows = super().plan(batch, group_index, device)
         if all(self.writes(row) for row in rows):
             return rows
         return [
-            _Row(position=row.position, lowest=row.lowest, slot=-1, table=row.table) for row in rows
+            PlannedRow(position=row.position, lowest=row.lowest, slot=-1, table=row.table)
+            for row in rows
         ]
 
 
@@ -362,7 +207,7 @@ def _with_storage(storage: type[SimpleStorage]) -> type[SimpleAttention]:
 
 
 class _ModifiesTheBatch(SimpleAttention):
-    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[_Row]:
+    def plan(self, batch: Batch, group_index: int, device: torch.device) -> list[PlannedRow]:
         rows = super().plan(batch, group_index, device)
         batch.positions[:] = batch.positions - batch.positions.min()
         batch.groups[group_index].write_slots[:] = -1

@@ -1,7 +1,7 @@
 """What every cache must do.
 
-The laws are checked through ``deepinfer_core.testing.stateful.CacheHarness``, which really writes
-and reads every position, in groups of every kind.
+The laws are checked through ``deepinfer_core.testing.cache_harness``, which really writes and reads
+every position, in groups of every kind.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import ClassVar
 from deepinfer_core.capabilities import Feature
 from deepinfer_core.components import Slot
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
+from deepinfer_core.testing.cache_harness import CacheHarness, cache_groups
 from deepinfer_core.testing.contracts.base import Contract, skip
-from deepinfer_core.testing.stateful import CacheHarness, cache_groups, run_cache_history
+from deepinfer_core.testing.stateful import run_cache_history
 
 PAGE = 4
 WINDOW = 6

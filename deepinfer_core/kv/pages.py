@@ -70,9 +70,7 @@ class PagePool:
             EngineError: the page is free already.
         """
         if not self.holders(page):
-            raise EngineError(
-                f"page {page} is free and cannot be released: it was given back"
-            )
+            raise EngineError(f"page {page} is free and cannot be released: it was given back")
         self._holders[page] -= 1
         if self._holders[page]:
             return False

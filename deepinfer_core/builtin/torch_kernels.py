@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_core.builtin.cpu import has_native_bfloat16
 from deepinfer_core.builtin.product_probe import dependent_rows, wrong_products
 from deepinfer_core.components import Priority, Verified
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS, MoeExperts
+from deepinfer_core.ops.rows import padded_rows
 
 _PACK_ROWS = 64
 """Row count oneDNN is told when it chooses a weight layout; measured best from 1 to 512 rows."""
@@ -63,6 +66,42 @@ class PaddedLinear:
             x = functional.pad(x, (0, beyond, 0, below))
         out = functional.linear(x, weight, bias)
         return out[:rows] if below else out
+
+
+class WidenedLinear:
+    """``Linear`` for bfloat16 on a CPU that does not multiply it: products in float32."""
+
+    def __init__(self) -> None:
+        self._packed = PackedLinear()
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Pack the widened weight."""
+        return self._packed.prepare(weight.float(), None if bias is None else bias.float())
+
+    def run(self, x: Tensor, handle: Any) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        return self._packed.run(x.float(), handle).to(x.dtype)
+
+
+class SingleRowLinear:
+    """``WidenedLinear`` that reads half the bytes for a single row, where reading is all the work.
+
+    Keeps the weight in both forms. A row alone is added up in another order than beside others.
+    """
+
+    def __init__(self) -> None:
+        self._many = WidenedLinear()
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Keep the weight as it is, and packed."""
+        return weight.contiguous(), bias, self._many.prepare(weight, bias)
+
+    def run(self, x: Tensor, handle: Any) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        weight, bias, widened = handle
+        if x.shape[0] == 1:
+            return functional.linear(x, weight, bias)
+        return self._many.run(x, widened)
 
 
 class FastRmsNorm:
@@ -149,8 +188,10 @@ class PreparedExperts:
         silu_mul = FastSiluMul()
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)
-            hidden = silu_mul.run(self._linear.run(x[rows], handle[0][expert]))
-            y = self._linear.run(hidden, handle[1][expert])
+            count = rows.shape[0]
+            taken = functional.pad(x[rows], (0, 0, 0, padded_rows(count) - count))
+            hidden = silu_mul.run(self._linear.run(taken, handle[0][expert]))
+            y = self._linear.run(hidden, handle[1][expert])[:count]
             out[rows] += y * weights[rows, places].unsqueeze(-1).to(out.dtype)
         return out.to(x.dtype)
 
@@ -168,6 +209,14 @@ def _packing_objection(facts: OpFacts) -> str | None:
         return reason or (dependent_rows(linear, dtype) if facts.batch_invariant else None)
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         return f"this torch cannot pack {facts.dtype} weights: {str(error).splitlines()[0]}"
+
+
+def _widening_objection(facts: OpFacts) -> str | None:
+    if facts.dtype != "bfloat16":
+        return f"widens bfloat16, not {facts.dtype}"
+    if has_native_bfloat16():
+        return "this CPU multiplies bfloat16 itself"
+    return _packing_objection(attrs.evolve(facts, dtype="float32"))
 
 
 def _padding_objection(facts: OpFacts) -> str | None:
@@ -208,6 +257,14 @@ def _fast_providers() -> list[OpProvider]:
         OpProvider(
             op="linear", name="onednn_packed", build=packed, why_not=_packing_objection,
             priority=Priority.PORTABLE, batch_invariant=True,
+        ),
+        OpProvider(
+            op="linear", name="single_row", build=_builder(SingleRowLinear),
+            why_not=_widening_objection, priority=Priority.SPECIALIZED, batch_invariant=False,
+        ),
+        OpProvider(
+            op="linear", name="widened", build=_builder(WidenedLinear),
+            why_not=_widening_objection, priority=Priority.PORTABLE + 1, batch_invariant=True,
         ),
         OpProvider(
             op="linear", name="padded", build=_builder(PaddedLinear), why_not=_padding_objection,

@@ -104,8 +104,8 @@ class Component(Generic[T]):
         priority: who wins an ``auto`` choice, see ``Priority``.
         auto: False for components that are used only when named: anything that changes numbers,
             scheduling or the network surface merely by being installed.
-        available: why the component cannot run on this machine, or None if it can; called before any
-            weight is read and must not initialise a device.
+        available: why the component cannot run on this machine, or None if it can; called before
+            any weight is read and must not initialise a device.
         fits: why the component cannot serve this composition, or None if it can (page size, dtype,
             layout, head size).
         tags: what the component answers to besides its name; for models, the architectures.

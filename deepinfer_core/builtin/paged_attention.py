@@ -14,88 +14,19 @@ No row is ever padded to the longest sequence of the batch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_core.batch import Batch, GroupBatch
+from deepinfer_core.batch import Batch
+from deepinfer_core.builtin.paged_plan import Plan, Singles, Tile, make_plan
 from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
 from deepinfer_core.builtin.product_probe import dependent_products
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec
-
-ROW_MULTIPLE = 4
-"""Rows of a product come in multiples of this, so that BLAS adds in one order for all of them."""
-
-TILE_ROWS = 256
-"""Query tokens of one tile; keeps a page's scores within a core's cache."""
-
-
-@frozen(kw_only=True, eq=False)
-class Singles:
-    """Rows of sequences with one query: every (row, page) pair, sorted by row.
-
-    Attributes:
-        rows: [n], token rows; None when they are all rows of the batch in order.
-        pair_row: [num_pairs], index into ``rows``.
-        pair_page: [num_pairs], page.
-        bias: [num_pairs, 1, 1, page_size], 0 where visible, -inf elsewhere.
-        lengths: [n], pages of each row.
-        several: whether any row has more than one page.
-    """
-
-    rows: Tensor | None
-    pair_row: Tensor
-    pair_page: Tensor
-    bias: Tensor
-    lengths: Tensor
-    several: bool
-
-
-@frozen(kw_only=True, eq=False)
-class Block:
-    """One page as seen by one tile.
-
-    Attributes:
-        page: the page.
-        first: first row of the tile that sees something of it.
-        last: end of those rows.
-        computed: end of the rows to compute, so that products have a multiple of ROW_MULTIPLE.
-        bias: [computed - first, 1, page_size] or None where everything is visible.
-    """
-
-    page: int
-    first: int
-    last: int
-    computed: int
-    bias: Tensor | None
-
-
-@frozen(kw_only=True, eq=False)
-class Tile:
-    """Consecutive query tokens of one sequence, token rows ``start:stop``, and their pages."""
-
-    start: int
-    stop: int
-    blocks: tuple[Block, ...]
-
-
-@frozen(kw_only=True, eq=False)
-class Plan:
-    """Addressing of one group for one step."""
-
-    write_rows: Tensor | None
-    write_pages: Tensor
-    write_offsets: Tensor
-    fresh_pages: Tensor | None
-    singles: Singles | None
-    tiles: tuple[Tile, ...]
 
 
 class PagedAttention:
@@ -114,19 +45,8 @@ class PagedAttention:
     def plan(self, batch: Batch, group_index: int, device: torch.device) -> Plan:
         """Addressing for one group, used by all of its layers."""
         spec = self._context.groups[group_index]
-        group = batch.groups[group_index]
-        counts = np.diff(batch.query_starts)
         heads_per_kv = self._context.num_query_heads // spec.num_kv_heads
-        tiles = [
-            tile
-            for index in np.flatnonzero(counts > 1)
-            for tile in _tiles(batch, group, spec, int(index), heads_per_kv)
-        ]
-        return Plan(
-            **_writes(batch, group, spec),
-            singles=_singles(batch, group, spec, np.flatnonzero(counts == 1)),
-            tiles=tuple(tiles),
-        )
+        return make_plan(batch, batch.groups[group_index], spec, heads_per_kv)
 
     def attend(
         self,
@@ -144,16 +64,17 @@ class PagedAttention:
         if k is not None and v is not None:
             _write(keys, values, k, v, plan)
         kv_heads, value_dim = keys.shape[1], storage.group.value_dim
-        scaled = (q * params.scale).to(_wide(q.dtype))
+        scaled = q.to(_wide(q.dtype)) * params.scale
         if keys.shape[-1] > q.shape[-1]:
             scaled = functional.pad(scaled, (0, keys.shape[-1] - q.shape[-1]))
+        singles = plan.singles
+        if singles is not None:
+            result = _attend_singles(scaled, keys, values, singles, params)[..., :value_dim]
+            if singles.rows is None:
+                return result.to(q.dtype)
         out = torch.empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
-        if plan.singles is not None:
-            result = _attend_singles(scaled, keys, values, plan.singles, params)[..., :value_dim]
-            if plan.singles.rows is None:
-                out.copy_(result)
-            else:
-                out[plan.singles.rows] = result.to(out.dtype)
+        if singles is not None:
+            out[singles.rows] = result.to(q.dtype)
         for tile in plan.tiles:
             rows = scaled[tile.start : tile.stop].unflatten(1, (kv_heads, -1))
             result = _attend_tile(rows.permute(1, 0, 2, 3), keys, values, tile, params)
@@ -191,111 +112,11 @@ def _write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, plan: Plan) -> No
         values.index_fill_(0, plan.fresh_pages, 0)
     if plan.write_rows is not None:
         k, v = k[plan.write_rows], v[plan.write_rows]
-    # Columns beyond are padding and stay zero.
-    keys, values = keys[..., : k.shape[-1]], values[..., : v.shape[-1]]
-    keys[plan.write_pages, :, plan.write_offsets] = k.to(keys.dtype)
-    values[plan.write_pages, :, plan.write_offsets] = v.to(values.dtype)
-
-
-def _writes(batch: Batch, group: GroupBatch, spec: CacheGroupSpec) -> dict[str, Any]:
-    slots = group.write_slots
-    rows = np.flatnonzero(slots >= 0)
-    pages, offsets = np.divmod(slots[rows], spec.page_size)
-    owners = np.repeat(np.arange(batch.num_sequences), np.diff(batch.query_starts))[rows]
-    begins = np.maximum(
-        batch.positions[rows] - offsets, group.visible_from[owners]
-    )  # first position of the page that its sequence ever writes
-    fresh = np.unique(pages[batch.positions[rows] == begins])
-    return {
-        "write_rows": None if len(rows) == len(slots) else torch.from_numpy(rows),
-        "write_pages": torch.from_numpy(pages),
-        "write_offsets": torch.from_numpy(offsets),
-        "fresh_pages": torch.from_numpy(fresh) if len(fresh) else None,
-    }
-
-
-def _singles(
-    batch: Batch, group: GroupBatch, spec: CacheGroupSpec, sequences: np.ndarray[Any, Any]
-) -> Singles | None:
-    if not len(sequences):
-        return None
-    size = spec.page_size
-    rows = batch.query_starts[sequences].astype(np.int64)
-    positions = batch.positions[rows].astype(np.int64)
-    lowest = group.visible_from[sequences].astype(np.int64)
-    if spec.window:
-        lowest = np.maximum(lowest, positions - spec.window + 1)
-    first = lowest // size
-    lengths = positions // size - first + 1
-    pair_row = np.repeat(np.arange(len(rows)), lengths)
-    ordinal = np.arange(len(pair_row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    page_index = first[pair_row] + ordinal
-    key_positions = page_index[:, None] * size + np.arange(size)
-    hidden = (key_positions > positions[pair_row, None]) | (key_positions < lowest[pair_row, None])
-    bias = np.where(hidden, np.float32(-np.inf), np.float32(0))
-    everything = len(rows) == batch.num_tokens
-    return Singles(
-        rows=None if everything else torch.from_numpy(rows),
-        pair_row=torch.from_numpy(pair_row),
-        pair_page=torch.from_numpy(
-            group.block_tables[sequences[pair_row], page_index].astype(np.int64)
-        ),
-        bias=torch.from_numpy(bias)[:, None, None, :],
-        lengths=torch.from_numpy(lengths),
-        several=bool((lengths > 1).any()),
-    )
-
-
-def _tiles(
-    batch: Batch, group: GroupBatch, spec: CacheGroupSpec, index: int, heads_per_kv: int
-) -> list[Tile]:
-    begin, end = (int(edge) for edge in batch.query_starts[index : index + 2])
-    multiple = ROW_MULTIPLE // math.gcd(ROW_MULTIPLE, heads_per_kv)
-    tiles = []
-    for start in range(begin, end, TILE_ROWS):
-        stop = min(start + TILE_ROWS, end)
-        blocks = _blocks(batch, group, spec, index, rows=slice(start, stop), multiple=multiple)
-        tiles.append(Tile(start=start, stop=stop, blocks=tuple(blocks)))
-    return tiles
-
-
-def _blocks(
-    batch: Batch,
-    group: GroupBatch,
-    spec: CacheGroupSpec,
-    index: int,
-    *,
-    rows: slice,
-    multiple: int,
-) -> list[Block]:
-    """Pages that token rows ``rows`` of sequence ``index`` see something of."""
-    size = spec.page_size
-    positions = batch.positions[rows].astype(np.int64)
-    lowest = np.full(len(positions), int(group.visible_from[index]), np.int64)
-    if spec.window:
-        lowest = np.maximum(lowest, positions - spec.window + 1)
-    blocks = []
-    for page_index in range(int(lowest[0]) // size, int(positions[-1]) // size + 1):
-        page_start = page_index * size
-        first = int(np.searchsorted(positions, page_start))
-        last = int(np.searchsorted(lowest, page_start + size))
-        computed = first + -(-(last - first) // multiple) * multiple
-        key_positions = np.arange(page_start, page_start + size)
-        hidden = np.zeros((computed - first, size), bool)
-        hidden[: last - first] = (key_positions > positions[first:last, None]) | (
-            key_positions < lowest[first:last, None]
-        )
-        bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))[:, None]
-        blocks.append(
-            Block(
-                page=int(group.block_tables[index, page_index]),
-                first=first,
-                last=last,
-                computed=computed,
-                bias=bias if hidden.any() else None,
-            )
-        )
-    return blocks
+    for pages, new in ((keys, k), (values, v)):
+        dim = new.shape[-1]
+        # Columns beyond are padding and stay zero.
+        slots = pages.view(-1, pages.shape[-1])[:, :dim]
+        slots.index_copy_(0, plan.write_index, new.reshape(-1, dim).to(pages.dtype))
 
 
 def _attend_singles(
@@ -303,40 +124,48 @@ def _attend_singles(
 ) -> Tensor:
     """[n, num_query_heads, dim] of the single rows; ``q`` is scaled already."""
     kv_heads, size, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
-    if singles.rows is not None:
-        q = q[singles.rows]
-    num_rows, heads_per_kv = q.shape[0], q.shape[1] // kv_heads
-    grouped = q.reshape(num_rows, kv_heads, heads_per_kv, -1)
-    width = -(-heads_per_kv // ROW_MULTIPLE) * ROW_MULTIPLE
-    if width > heads_per_kv:
-        grouped = functional.pad(grouped, (0, 0, 0, width - heads_per_kv))
-    pairs = singles.pair_row.shape[0]
-    queries = grouped.index_select(0, singles.pair_row).view(pairs * kv_heads, width, -1)
-    page_keys = keys.index_select(0, singles.pair_page).to(q.dtype)
-    page_values = values.index_select(0, singles.pair_page).to(q.dtype)
-    scores = torch.bmm(queries, page_keys.view(pairs * kv_heads, size, -1).transpose(1, 2))
-    scores = _capped(scores, params).view(pairs, kv_heads, width, size).add_(singles.bias)
-    maxima = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(maxima).exp_()
-    masses = weights.sum(-1, keepdim=True)
-    sums = torch.bmm(
-        weights.view(pairs * kv_heads, width, size), page_values.view(pairs * kv_heads, size, -1)
-    ).view(pairs, kv_heads, width, value_dim)
-    if singles.several:
-        maxima, masses, sums = _combine_pairs(maxima, masses, sums, singles)
-    result = _finish(maxima, masses, sums, params, heads_per_kv=heads_per_kv)
-    return result[:, :, :heads_per_kv].reshape(num_rows, kv_heads * heads_per_kv, value_dim)
+    heads, num_rows, pairs = q.shape[1], singles.lengths.shape[0], singles.bias.shape[0]
+    queries = q.reshape(-1, q.shape[-1]).index_select(0, singles.queries)
+    queries = queries.view(pairs * kv_heads, -1, q.shape[-1])
+    page_keys, page_values = (
+        (x[singles.pages] if isinstance(singles.pages, slice) else x.index_select(0, singles.pages))
+        .view(pairs * kv_heads, size, -1)
+        .to(q.dtype)
+        for x in (keys, values)
+    )
+    scores = torch.bmm(queries, page_keys.transpose(1, 2))
+    scores = _capped(scores, params).view(pairs, kv_heads, -1, size).add_(singles.bias)
+    maxima, weights, masses = _page_softmax(scores)
+    means = torch.bmm(weights.view(pairs * kv_heads, -1, size), page_values)
+    means = means.view(pairs, kv_heads, -1, value_dim)
+    if singles.order is not None:
+        maxima, masses, means = (x.index_select(0, singles.order) for x in (maxima, masses, means))
+    if singles.pair_row.shape[0] > num_rows:
+        maxima, masses, sums = _combine_pairs(maxima, masses, means, singles)
+    else:
+        sums = means.mul_(masses)
+    result = _finish(maxima, masses, sums, params, heads_per_kv=heads // kv_heads)
+    return result[:, :, : heads // kv_heads].reshape(num_rows, heads, value_dim)
+
+
+def _page_softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over one page: (maxima, weights that sum to 1, what they summed to before).
+
+    The largest weight is one over that sum, since the largest score's own exponential is 1.
+    """
+    weights = torch.softmax(scores, -1)
+    return scores.amax(-1, keepdim=True), weights, weights.amax(-1, keepdim=True).reciprocal_()
 
 
 def _combine_pairs(
-    maxima: Tensor, masses: Tensor, sums: Tensor, singles: Singles
+    maxima: Tensor, masses: Tensor, means: Tensor, singles: Singles
 ) -> tuple[Tensor, Tensor, Tensor]:
     def reduce(values: Tensor, how: str) -> Tensor:
         return torch.segment_reduce(values, how, lengths=singles.lengths, axis=0, unsafe=True)
 
     total = reduce(maxima, "max")
-    factors = maxima.sub_(total.index_select(0, singles.pair_row)).exp_()
-    return total, reduce(masses.mul_(factors), "sum"), reduce(sums.mul_(factors), "sum")
+    factors = maxima.sub_(total.index_select(0, singles.pair_row)).exp_().mul_(masses)
+    return total, reduce(factors, "sum"), reduce(means.mul_(factors), "sum")
 
 
 def _attend_tile(
@@ -357,21 +186,19 @@ def _attend_tile(
         scores = _capped(scores, params)
         if block.bias is not None:
             scores.view(kv_heads, -1, per_kv, size).add_(block.bias)
-        maxima = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(maxima).exp_()
-        masses = weights.sum(-1, keepdim=True)
-        sums = torch.bmm(weights, values[block.page].to(q.dtype))
+        maxima, weights, masses = _page_softmax(scores)
+        means = torch.bmm(weights, values[block.page].to(q.dtype))
         kept = (block.last - block.first) * per_kv
         here = total[:, block.first * per_kv : block.last * per_kv]
         torch.maximum(here, maxima[:, :kept], out=here)
-        parts.append((block, maxima[:, :kept], masses[:, :kept], sums[:, :kept]))
+        parts.append((block, maxima[:, :kept], masses[:, :kept], means[:, :kept]))
     mass = torch.zeros_like(total)
     summed = q.new_zeros(kv_heads, num_rows * per_kv, value_dim)
-    for block, maxima, masses, sums in parts:
+    for block, maxima, masses, means in parts:
         rows = slice(block.first * per_kv, block.last * per_kv)
-        factors = (maxima - total[:, rows]).exp_()
-        mass[:, rows] += masses.mul_(factors)
-        summed[:, rows] += sums.mul_(factors)
+        factors = (maxima - total[:, rows]).exp_().mul_(masses)
+        mass[:, rows] += factors
+        summed[:, rows] += means.mul_(factors)
     result = _finish(
         total.view(kv_heads, num_rows, per_kv, 1).transpose(0, 1),
         mass.view(kv_heads, num_rows, per_kv, 1).transpose(0, 1),

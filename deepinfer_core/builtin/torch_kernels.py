@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import attrs
@@ -125,13 +126,7 @@ class FastAddRmsNorm:
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return (
-        torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        .square_()
-        .div_(x.shape[-1])
-        .add_(eps)
-        .rsqrt_()
-    )
+    return (x * x).sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 class FastRope:
@@ -144,21 +139,21 @@ class FastRope:
             out: Tensor = OPS["rope"]().run(x, cos, sin, interleaved=interleaved)
             return out
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        first, second = x[..., :half], x[..., half:]
-        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.mul(first, cos, out=result[..., :half]).sub_(second * sin)
-        torch.mul(second, cos, out=result[..., half:]).add_(first * sin)
-        return result
+        first, second = x.split(half, -1)
+        return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin)), -1)
 
 
 class FastSiluMul:
     """``SiluMul`` in few calls, each number computed alike wherever it stands."""
 
+    def __init__(self) -> None:
+        self._even = cache(_splits_evenly)
+
     def run(self, gate_up: Tensor) -> Tensor:
         """See the reference."""
         half = gate_up.shape[-1] // 2
         gate, up = gate_up[..., :half], gate_up[..., half:]
-        if _splits_evenly(half):
+        if self._even(half):
             return functional.silu(gate).mul_(up)
         # F.silu has one exponential for full vectors and another for what is left over at the end
         # of a row or of a thread's share; torch.exp has one for all.
@@ -212,6 +207,9 @@ def _packing_objection(facts: OpFacts) -> str | None:
 
 
 def _widening_objection(facts: OpFacts) -> str | None:
+    reason = _dense_objection(facts)
+    if reason is not None:
+        return reason
     if facts.dtype != "bfloat16":
         return f"widens bfloat16, not {facts.dtype}"
     if has_native_bfloat16():

@@ -94,10 +94,8 @@ class OpTable:
 
     def __init__(self, choices: Sequence[OpChoice], facts: OpFacts) -> None:
         self.choices = tuple(choices)
-        self._bound = {choice.op: choice.provider.build(facts) for choice in choices}
+        for choice in choices:
+            setattr(self, choice.op, choice.provider.build(facts))
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["_bound"][name]
-        except KeyError:
-            raise AttributeError(f"no op named {name!r} is bound") from None
+        raise AttributeError(f"no op named {name!r} is bound")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_core.builtin import paged_attention, product_probe
+from deepinfer_core.builtin import paged_attention, paged_plan, product_probe
 from deepinfer_core.builtin.paged_attention import PagedAttention
 from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
 from deepinfer_core.errors import CompositionError
@@ -148,7 +148,7 @@ def test_layers_read_what_the_last_writer_wrote() -> None:
 
 def test_rows_beyond_one_tile() -> None:
     world = world_of()
-    fill(world, (paged_attention.TILE_ROWS + 37,))
+    fill(world, (paged_plan.TILE_ROWS + 37,))
     check(world, Rows(sequence_id=0, count=1))
 
 

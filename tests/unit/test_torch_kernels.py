@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from deepinfer_core.builtin.cpu import has_native_bfloat16
 from deepinfer_core.builtin.torch_kernels import (
     FastAddRmsNorm,
     FastRmsNorm,
@@ -19,7 +21,9 @@ from deepinfer_core.builtin.torch_kernels import (
     PackedLinear,
     PaddedLinear,
     PreparedExperts,
+    SingleRowLinear,
     TorchKernels,
+    WidenedLinear,
 )
 from deepinfer_core.interfaces.kernels import OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS
@@ -253,3 +257,30 @@ def test_rotated_rows_do_not_depend_on_each_other() -> None:
     for begin, end in ((0, 1), (3, 10), (69, 70)):
         part = angles[begin:end]
         assert_same_bits(FastRope().run(x[begin:end], part.cos(), part.sin()), full[begin:end])
+
+
+def test_bfloat16_is_widened_where_the_cpu_cannot_multiply_it() -> None:
+    facts = OpFacts(device_type="cpu", dtype="bfloat16")
+    weight, x = randn(96, 64, dtype="bfloat16"), randn(9, 64, seed=1, dtype="bfloat16")
+    expected = x.double() @ weight.double().T
+    for linear in (WidenedLinear(), SingleRowLinear()):
+        handle = linear.prepare(weight)
+        for rows in (1, 9):
+            found = linear.run(x[:rows], handle)
+            assert found.dtype == torch.bfloat16
+            assert_close(
+                found, expected[:rows], dtype="bfloat16", family=Family.REDUCTION, what=str(rows)
+            )
+    names = {item.name: item for item in TorchKernels().providers() if item.op == "linear"}
+    if has_native_bfloat16():
+        assert "itself" in (names["widened"].why_not(facts) or "")
+    else:
+        chosen = {
+            invariant: choose(
+                [("torch", TorchKernels().providers())],
+                OpFacts(device_type="cpu", dtype="bfloat16", batch_invariant=invariant),
+            )[0].provider.name
+            for invariant in (True, False)
+        }
+        assert chosen == {True: "widened", False: "single_row"}
+    assert "not float32" in (names["widened"].why_not(attrs.evolve(facts, dtype="float32")) or "")

@@ -55,11 +55,11 @@ def open_session(engine_args: EngineArgs) -> Iterator[Session]:
         if isinstance(stream, io.TextIOWrapper):
             # What a terminal cannot show, or cannot say, must not end a run.
             stream.reconfigure(errors="replace")
-    config = engine_args.load()
+    config, host = engine_args.open()
     path = locate(config.model)
     with terminating():
-        # The environment was read by `load`, once.
-        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={})
+        # The environment was read by `open`, once.
+        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={}, host=host)
         with LLM.over(engine) as llm:
             yield Session(llm=llm, model=config.model)
 

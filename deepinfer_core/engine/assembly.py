@@ -31,6 +31,7 @@ from deepinfer_core.interfaces.model import BuildRequest, ModelSpec
 from deepinfer_core.interfaces.observer import ObserverContext
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.interfaces.scheduler import SchedulerContext
+from deepinfer_core.log import get_logger
 from deepinfer_core.ops.table import OpChoice, OpTable, choose
 from deepinfer_core.plan import Plan
 from deepinfer_core.plugins import PluginHost
@@ -79,15 +80,19 @@ def assemble(
     discover: bool = True,
     environ: Mapping[str, str] | None = None,
     progress: Any = None,
+    host: PluginHost | None = None,
 ) -> EngineParts:
-    """Build everything.
+    """Build everything; see ``Engine.from_config`` for the arguments.
 
     Raises:
         DeepInferError: whatever makes the engine impossible.
     """
     environ = os.environ if environ is None else environ  # noqa: TID251 - read once, here
     config = apply_environ(config, environ)
-    host = PluginHost(plugins, config=config.plugins, discover=discover)
+    if host is None:
+        host = PluginHost(plugins, config=config.plugins, discover=discover)
+        if line := host.broken_line():
+            get_logger("plugins").warning("plugins.broken", detail=line)
     plan, found = plan_model(config, host, environ, progress=progress)
     builder = _Builder(plan, found)
     try:

@@ -144,7 +144,7 @@ class AsyncEngine:
         """Build from a configuration, or the path of one. Blocks while weights are read."""
         from deepinfer_core.engine.settings import configuration
 
-        settled = configuration(config, {})
+        settled = configuration(config, {}, plugins)
 
         def build() -> EngineSurface:
             from deepinfer_core.engine.engine import Engine

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from deepinfer_core.engine.parts import EngineParts
     from deepinfer_core.interfaces.model import ModelSpec
     from deepinfer_core.plan import Plan
+    from deepinfer_core.plugins import PluginHost
     from deepinfer_core.text.tokenizer import Tokenizer
 
 KEPT_RESULTS = 4096
@@ -100,6 +101,7 @@ class Engine:
         discover: bool = True,
         environ: Mapping[str, str] | None = None,
         progress: Any = None,
+        host: PluginHost | None = None,
     ) -> Engine:
         """Compose, read the weights, and be ready.
 
@@ -110,13 +112,19 @@ class Engine:
             environ: where ``DEEPINFER_ACCELERATOR`` and cache folders are looked up; None = the
                 process's environment, an empty mapping = nowhere.
             progress: a ``deepinfer_core.hub`` progress to report downloads to.
+            host: plugins that are loaded already, instead of ``plugins`` and ``discover``; whoever
+                made it has told its user about broken ones.
 
         Raises:
             DeepInferError: whatever makes the engine impossible, before or while it is built.
         """
         from deepinfer_core.engine.assembly import assemble
 
-        return cls(assemble(config, plugins, discover=discover, environ=environ, progress=progress))
+        return cls(
+            assemble(
+                config, plugins, discover=discover, environ=environ, progress=progress, host=host
+            )
+        )
 
     # ------------------------------------------------------------------------------- facts
 

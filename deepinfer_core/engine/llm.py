@@ -80,7 +80,7 @@ class LLM:
     ) -> None:
         if model is not None:
             overrides["model"] = str(model)
-        settled = configuration(config, overrides)
+        settled = configuration(config, overrides, plugins)
         from deepinfer_core.engine.engine import Engine
         from deepinfer_core.hub import TerminalProgress
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 def configuration(
-    config: EngineConfig | str | Path | None, overrides: Mapping[str, Any]
+    config: EngineConfig | str | Path | None,
+    overrides: Mapping[str, Any],
+    plugins: Sequence[object] = (),
 ) -> EngineConfig:
     """Return a configuration with some fields replaced.
 
     Args:
         config: a configuration, the path of one, or None for the defaults.
         overrides: fields of `EngineConfig`.
+        plugins: modules or objects that are plugins, whose components a file may name.
 
     Raises:
         ConfigError: the file cannot be read, or there is no such field.
@@ -31,7 +34,7 @@ def configuration(
     if isinstance(config, str | Path):
         from deepinfer_core import load_config
 
-        base: EngineConfig = load_config(config)
+        base: EngineConfig = load_config(config, plugins=plugins)
     else:
         base = config if config is not None else EngineConfig()
     known = {item.name for item in attrs.fields(EngineConfig)}

@@ -125,11 +125,10 @@ class _Builder:
         )
         self._undo.append(accelerator.close)
         dtype = _dtype(self._config, accelerator)
-        invariant = self._options.batch_invariant is not False
         spec = self._spec(dtype)
         check_coverage(self._found.checkpoint, spec.weights)
-        ops = plan_ops(self._plan, dtype, accelerator.device.type, invariant=invariant)
-        attention = self._attention(spec, accelerator, dtype, invariant=invariant)
+        ops, attention, dependent = self._numerics(spec, accelerator, dtype)
+        invariant = not dependent
         model = self._found.family.build(
             BuildRequest(
                 config=self._found.checkpoint.config,
@@ -154,7 +153,7 @@ class _Builder:
         details = {
             "dtype": dtype,
             "device": " ".join(f"{key}={value}" for key, value in accelerator.describe().items()),
-            "invariant": "true" if invariant else "false",
+            "invariant": f"false ({dependent})" if dependent else "true",
             "overlap": "true" if overlap else "false",
             "cache": _describe_groups(spec, num_pages),
             "ops": " ".join(f"{choice.op}={choice.provider.name}" for choice in ops),
@@ -215,6 +214,28 @@ class _Builder:
                 f"{self._config.model} was made for"
             )
         return attrs.evolve(spec, max_position=longest)
+
+    def _numerics(
+        self, spec: ModelSpec, accelerator: Accelerator, dtype: str
+    ) -> tuple[tuple[OpChoice, ...], Attention, str]:
+        """Ops, attention, and why rows depend on their batch ("" if they do not).
+
+        Raises:
+            CompositionError: independent rows are asked for and cannot be had, or an op is missing.
+        """
+        wanted = self._options.batch_invariant
+        device_type = accelerator.device.type
+        dependent = "switched off"
+        if wanted is not False:
+            try:
+                ops = plan_ops(self._plan, dtype, device_type, invariant=True)
+                return ops, self._attention(spec, accelerator, dtype, invariant=True), ""
+            except CompositionError as error:
+                if wanted is True:
+                    raise
+                dependent = "; ".join(error.problems) or str(error)
+        ops = plan_ops(self._plan, dtype, device_type, invariant=False)
+        return ops, self._attention(spec, accelerator, dtype, invariant=False), dependent
 
     def _attention(
         self, spec: ModelSpec, accelerator: Accelerator, dtype: str, *, invariant: bool

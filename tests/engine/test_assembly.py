@@ -1,0 +1,89 @@
+"""Putting an engine together: what the plan says of numbers, memory and refusals."""
+
+from typing import Any
+
+import pytest
+
+from deepinfer_core.components import Priority, Slot
+from deepinfer_core.errors import CheckpointError, CompositionError, EngineError
+from deepinfer_core.interfaces.kernels import OpFacts, OpProvider
+from deepinfer_core.ops.reference import OPS
+from deepinfer_core.testing.plugins import offer, plugin
+from deepinfer_core.testing.tiny import write_tiny_model
+
+
+class Dependent:
+    """A kernel set whose only linear op depends on the batch."""
+
+    def providers(self) -> list[OpProvider]:
+        def build(facts: OpFacts) -> Any:
+            return OPS["linear"]()
+
+        return [OpProvider(op="linear", name="hasty", build=build, priority=Priority.OVERRIDE)]
+
+
+HASTY = plugin("hasty_kernels", offer(Slot.KERNELS, "hasty", build=lambda c, x: Dependent()))
+
+
+def test_the_plan_says_what_it_computes_with(make_engine: Any) -> None:
+    details = make_engine().plan.details
+    assert details["dtype"] == "float32"
+    assert details["invariant"] == "true"
+    assert "3 layers, 200 pages of 8 tokens, float32" in details["cache"]
+
+
+def test_a_hasty_kernel_is_left_out_unless_invariance_is_off(make_engine: Any) -> None:
+    assert "hasty" not in make_engine(plugins=[HASTY]).plan.details["ops"]
+    engine = make_engine(plugins=[HASTY], batch_invariant=False)
+    assert "linear=hasty" in engine.plan.details["ops"]
+    assert engine.plan.details["invariant"] == "false (switched off)"
+
+
+def test_results_say_whether_they_are_invariant(make_engine: Any, drive: Any) -> None:
+    for switch in (True, False):
+        driver = drive(make_engine(batch_invariant=switch))
+        driver.submit("r", [1, 2], max_tokens=1)
+        assert driver.run()["r"].invariant is switch
+
+
+def test_auto_gives_invariance_up_where_it_cannot_be_had(make_engine: Any) -> None:
+    class Rest(Dependent):
+        def providers(self) -> list[OpProvider]:
+            return [
+                OpProvider(op=op, name="rest", build=lambda facts, make=make: make())
+                for op, make in OPS.items()
+            ]
+
+    rest = plugin("rest_kernels", offer(Slot.KERNELS, "rest", build=lambda c, x: Rest()))
+    only = {"kernels": ["rest"]}
+    engine = make_engine(plugins=[rest], config=only)
+    assert engine.plan.details["invariant"].startswith("false (")
+    assert "depend on the batch" in engine.plan.details["invariant"]
+    with pytest.raises(CompositionError, match="depend on the batch"):
+        make_engine(plugins=[rest], config=only, batch_invariant=True)
+
+
+def test_a_drafter_is_refused_before_weights_are_read(make_engine: Any) -> None:
+    keen = plugin("keen_drafter", offer(Slot.DRAFTER, "keen", auto=False))
+    with pytest.raises(CompositionError, match="drafter 'keen'"):
+        make_engine(plugins=[keen], config={"drafter": "keen"})
+
+
+def test_memory_too_small_for_a_page_is_an_error(make_engine: Any) -> None:
+    with pytest.raises(EngineError, match="kv_memory_bytes"):
+        make_engine(kv_pages=None, kv_memory_bytes=100)
+
+
+def test_a_longer_context_than_the_model_was_made_for_is_refused(make_engine: Any) -> None:
+    with pytest.raises(CompositionError, match="max_model_len 600 exceeds the 512"):
+        make_engine(config={"max_model_len": 600})
+
+
+def test_a_checkpoint_that_lacks_tensors_names_them(make_engine: Any, tmp_path: Any) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(
+        text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4')
+    )
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\."):
+        make_engine(model=folder)

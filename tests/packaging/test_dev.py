@@ -23,7 +23,7 @@ CHECKS = (
     "mypy ",
     "lint-imports --no-logo",
     "python -m pip check",
-    "python -m pytest --hypothesis-profile=ci",
+    "python -m pytest -q --hypothesis-profile=ci",
 )
 
 
@@ -77,7 +77,7 @@ def test_one_failure_fails_the_run_but_hides_nothing(checkout: Path, failing: st
 
 def test_other_arguments_go_to_pytest(checkout: Path) -> None:
     dev(checkout, "test", "--slow", "-k", "some name")
-    assert "python -m pytest --hypothesis-profile=ci --slow -k some name" in calls(checkout)
+    assert "python -m pytest -q --hypothesis-profile=ci --slow -k some name" in calls(checkout)
 
 
 def test_a_torch_that_is_there_stays(checkout: Path) -> None:

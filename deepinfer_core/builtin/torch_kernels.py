@@ -168,13 +168,19 @@ def _splits_evenly(width: int) -> bool:
 
 
 class PreparedExperts:
-    """``MoeExperts`` over a linear op, each expert's weights packed once."""
+    """``MoeExperts`` over a linear op, each expert's weights packed once.
 
-    def __init__(self, linear: Any) -> None:
-        self._linear = linear
+    Args:
+        choose_linear: makes that op; called with the first weights, since trying one takes time.
+    """
+
+    def __init__(self, choose_linear: Callable[[], Any]) -> None:
+        self._choose_linear = choose_linear
+        self._linear: Any = None
 
     def prepare(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Any:
         """Pack every expert."""
+        self._linear = self._linear or self._choose_linear()
         return [self._linear.prepare(w) for w in gate_up], [self._linear.prepare(w) for w in down]
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Any) -> Tensor:
@@ -243,7 +249,9 @@ def _fast_providers() -> list[OpProvider]:
         return PackedLinear()
 
     def experts(facts: OpFacts) -> PreparedExperts:
-        return PreparedExperts(PaddedLinear() if _packing_objection(facts) else PackedLinear())
+        return PreparedExperts(
+            lambda: PaddedLinear() if _packing_objection(facts) else PackedLinear()
+        )
 
     simple: dict[str, Callable[[], Any]] = {
         "rms_norm": FastRmsNorm,

@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import attrs
@@ -20,7 +22,7 @@ from deepinfer_core.engine.admission import capacity
 from deepinfer_core.engine.model_facts import FoundModel, find
 from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.sizing import page_counts
-from deepinfer_core.errors import CompositionError, DeepInferError
+from deepinfer_core.errors import CompositionError, DeepInferError, EngineError
 from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
 from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
 from deepinfer_core.interfaces.cache import CacheContext
@@ -129,6 +131,10 @@ class _Builder:
         check_coverage(self._found.checkpoint, spec.weights)
         ops, attention, dependent = self._numerics(spec, accelerator, dtype)
         invariant = not dependent
+        # Most of this is Python and most of what follows is not, so both go on at once.
+        reading = ThreadPoolExecutor(1, "deepinfer-tokenizer")
+        tokenizing = reading.submit(self._tokenizer)
+        reading.shutdown(wait=False)
         model = self._found.family.build(
             BuildRequest(
                 config=self._found.checkpoint.config,
@@ -158,8 +164,7 @@ class _Builder:
             "cache": _describe_groups(spec, num_pages),
             "ops": " ".join(f"{choice.op}={choice.provider.name}" for choice in ops),
         }
-        tokenizer, tokenizer_error = self._tokenizer()
-        recipe, recipe_error = self._recipe(tokenizer, tokenizer_error)
+        tokenizer, tokenizer_error = tokenizing.result()
         return EngineParts(
             config=self._config,
             plan=self._plan.with_details(details),
@@ -186,8 +191,7 @@ class _Builder:
             tokenizer=tokenizer,
             tokenizer_error=tokenizer_error,
             detokenizer=None if tokenizer is None else detokenizers(tokenizer),
-            recipe=recipe,
-            recipe_error=recipe_error,
+            recipe=cache(lambda: self._recipe(tokenizer, tokenizer_error)),
             close=self._found.checkpoint.close,
         )
 
@@ -279,17 +283,16 @@ class _Builder:
         except DeepInferError as error:
             return None, str(error)
 
-    def _recipe(self, tokenizer: Tokenizer | None, tokenizer_error: str) -> tuple[Any, str]:
+    def _recipe(self, tokenizer: Tokenizer | None, tokenizer_error: str) -> Any:
         if tokenizer is None:
-            return None, tokenizer_error
+            raise EngineError(f"this model has no chat recipe: {tokenizer_error}")
         context = RecipeContext(
             tokenizer=tokenizer, chat_template=self._found.checkpoint.chat_template()
         )
-        try:
-            recipe = self._part(Slot.RECIPE, context)
-        except DeepInferError as error:
-            return None, str(error)
-        return recipe, "" if recipe is not None else "no recipe is composed"
+        recipe = self._part(Slot.RECIPE, context)
+        if recipe is None:
+            raise EngineError("this model has no chat recipe: none is composed")
+        return recipe
 
     def _ends(self, spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         named = self._found.checkpoint.generation_config().get("eos_token_id") or ()

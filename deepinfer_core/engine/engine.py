@@ -168,9 +168,8 @@ class Engine:
             EngineError: no recipe is composed.
         """
         if self._parts.recipe is None:
-            raise EngineError(f"this model has no chat recipe: {self._parts.recipe_error}")
-        rendered: list[int] = self._parts.recipe.render(messages, **options)
-        return rendered
+            raise EngineError("this engine was made without a chat recipe")
+        return self._parts.recipe().render(messages, **options)
 
     @property
     def has_work(self) -> bool:

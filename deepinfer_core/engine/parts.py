@@ -13,6 +13,7 @@ from deepinfer_core.interfaces.cache import Cache
 from deepinfer_core.interfaces.executor import Executor
 from deepinfer_core.interfaces.model import ModelSpec
 from deepinfer_core.interfaces.observer import Observer
+from deepinfer_core.interfaces.recipe import Recipe
 from deepinfer_core.interfaces.scheduler import Scheduler
 from deepinfer_core.plan import Plan
 from deepinfer_core.text.detokenizer import StreamDetokenizer
@@ -39,7 +40,8 @@ class EngineParts:
         tokenizer: None if the checkpoint carries none; ``tokenizer_error`` says why.
         detokenizer: ``(skip_special_tokens, prompt_token_ids) -> StreamDetokenizer``, None without
             a tokenizer.
-        recipe: renders conversations; None if there is none, ``recipe_error`` says why.
+        recipe: makes what renders conversations, or raises an EngineError that says why not; only
+            who chats pays for it.
         close: gives back what nothing else does (checkpoint files).
     """
 
@@ -59,6 +61,5 @@ class EngineParts:
     tokenizer: Any = None
     tokenizer_error: str = ""
     detokenizer: Callable[[bool, Sequence[int]], StreamDetokenizer] | None = None
-    recipe: Any = None
-    recipe_error: str = ""
+    recipe: Callable[[], Recipe] | None = None
     close: Callable[[], None] = _nothing

@@ -47,12 +47,12 @@ def test_results_say_whether_they_are_invariant(make_engine: Any, drive: Any) ->
 
 
 def test_auto_gives_invariance_up_where_it_cannot_be_had(make_engine: Any) -> None:
+    def provider(op: str) -> OpProvider:
+        return OpProvider(op=op, name="rest", build=lambda facts: OPS[op]())
+
     class Rest(Dependent):
         def providers(self) -> list[OpProvider]:
-            return [
-                OpProvider(op=op, name="rest", build=lambda facts, make=make: make())
-                for op, make in OPS.items()
-            ]
+            return [provider(op) for op in OPS]
 
     rest = plugin("rest_kernels", offer(Slot.KERNELS, "rest", build=lambda c, x: Rest()))
     only = {"kernels": ["rest"]}

@@ -178,8 +178,9 @@ class EngineOptions:
         kv_pages: pages of the KV cache, instead of ``kv_memory_bytes``.
         memory_fraction: share of the memory that is free once weights are loaded, for the KV cache.
         batch_invariant: whether a row's numbers must not depend on what else is in its batch;
-            "auto" = where it is free, and always with a drafter or a prefix cache.
-        overlap: whether the host works on one step while the device runs the next.
+            "auto" = wherever the chosen kernels can.
+        overlap: whether the host works on one step while the device runs the next;
+            "auto" = wherever the device is not the host itself.
         step_retries: how often a failed step is repeated without the rows admitted in it before the
             failure is bisected.
         deadline_s: seconds after which a request that says nothing else ends; unset = never.

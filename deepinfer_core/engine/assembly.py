@@ -16,7 +16,7 @@ import torch
 
 from deepinfer_core.checkpoint.coverage import check_coverage
 from deepinfer_core.components import Slot
-from deepinfer_core.compose import compose
+from deepinfer_core.compose import compose, device_type
 from deepinfer_core.config import AUTO, EngineConfig, apply_environ
 from deepinfer_core.engine.admission import capacity
 from deepinfer_core.engine.model_facts import FoundModel, find
@@ -120,7 +120,7 @@ class _Builder:
     def build(self) -> EngineParts:
         """Build every part; weights are read last but one."""
         self._refuse_unsupported()
-        overlap = self._options.overlap is True
+        overlap = self._overlaps()
         accelerator: Accelerator = self._part(
             Slot.ACCELERATOR,
             AcceleratorContext(num_threads=self._options.num_threads, overlap=overlap),
@@ -198,6 +198,13 @@ class _Builder:
     def _part(self, slot: Slot, context: Any) -> Any:
         part = self._plan.part(slot)
         return None if part is None else part.build(context)
+
+    def _overlaps(self) -> bool:
+        """Whether rounds overlap: as configured, else where the device is not the host itself."""
+        if self._options.overlap != AUTO:
+            return bool(self._options.overlap)
+        part = self._plan.part(Slot.ACCELERATOR)
+        return part is not None and device_type(part.component) != "cpu"
 
     def _refuse_unsupported(self) -> None:
         drafter = self._plan.part(Slot.DRAFTER)

@@ -21,12 +21,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepinfer_core.batch import Batch
-from deepinfer_core.builtin.paged_plan import Plan, Singles, Tile, make_plan
+from deepinfer_core.builtin.paged_plan import ROW_MULTIPLE, Plan, Singles, Tile, make_plan
 from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
 from deepinfer_core.builtin.product_probe import dependent_products
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec
+
+CUT = 4
+"""Pieces into which a key head's rows are cut, so that few heads share out evenly among threads."""
+
+CUT_ROWS = 128
+"""Fewest rows that are worth cutting."""
 
 
 class PagedAttention:
@@ -182,12 +188,12 @@ def _attend_tile(
     total = q.new_full((kv_heads, num_rows * per_kv, 1), -torch.inf)
     for block in tile.blocks:
         rows = slice(block.first * per_kv, block.computed * per_kv)
-        scores = torch.bmm(q[:, rows], keys[block.page].to(q.dtype).transpose(1, 2))
+        scores = _shared(q[:, rows], keys[block.page].to(q.dtype), transposed=True)
         scores = _capped(scores, params)
         if block.bias is not None:
             scores.view(kv_heads, -1, per_kv, size).add_(block.bias)
         maxima, weights, masses = _page_softmax(scores)
-        means = torch.bmm(weights, values[block.page].to(q.dtype))
+        means = _shared(weights, values[block.page].to(q.dtype))
         kept = (block.last - block.first) * per_kv
         here = total[:, block.first * per_kv : block.last * per_kv]
         torch.maximum(here, maxima[:, :kept], out=here)
@@ -207,6 +213,26 @@ def _attend_tile(
         heads_per_kv=per_kv,
     )
     return result.transpose(0, 1)
+
+
+def _shared(rows: Tensor, page: Tensor, *, transposed: bool = False) -> Tensor:
+    """One product per key head, cut into more where that keeps all threads busy.
+
+    Args:
+        rows: [kv_heads, num_rows, inner].
+        page: [kv_heads, inner, outer], or [kv_heads, outer, inner].
+        transposed: the latter.
+
+    Returns:
+        [kv_heads, num_rows, outer].
+    """
+    heads, num_rows, inner = rows.shape
+    parts = CUT if num_rows >= CUT_ROWS and num_rows % (CUT * ROW_MULTIPLE) == 0 else 1
+    if parts > 1:
+        rows = rows.reshape(heads * parts, num_rows // parts, inner)
+        page = page.repeat_interleave(parts, 0)
+    products = torch.bmm(rows, page.transpose(1, 2) if transposed else page)
+    return products.view(heads, num_rows, -1)
 
 
 def _capped(scores: Tensor, params: AttentionParams) -> Tensor:

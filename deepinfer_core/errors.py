@@ -11,6 +11,7 @@
   x CheckpointError         weights, config or tokenizer files that cannot be used
     + TokenizerError        a tokenizer that cannot be read
   x PullError               a model that cannot be found or fetched
+    + UnknownModelError     there is no model of this name or path
   x RequestError            a request that is refused; nobody else's is affected
     + AdmissionError        a request that can never fit, or a full queue
   x ExecutionError          a step that failed for one request
@@ -23,6 +24,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MAX_SHOWN = 25
+"""Problems of one error that its message lists; ``problems`` has them all."""
 
 
 class DeepInferError(Exception):
@@ -38,7 +42,10 @@ class ListedError(DeepInferError):
     """
 
     def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
-        super().__init__("\n".join([summary, *(f"  - {problem}" for problem in problems)]))
+        shown = [f"  - {problem}" for problem in problems[:MAX_SHOWN]]
+        if len(problems) > MAX_SHOWN:
+            shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
+        super().__init__("\n".join([summary, *shown]))
         self.summary = summary
         self.problems = tuple(problems)
 
@@ -85,6 +92,10 @@ class TokenizerError(CheckpointError):
 
 class PullError(DeepInferError):
     """A model that cannot be found or fetched."""
+
+
+class UnknownModelError(PullError):
+    """There is no model of this name or path."""
 
 
 class RequestError(DeepInferError):

@@ -13,6 +13,7 @@ from attrs import field, frozen
 from deepinfer_core import __version__
 from deepinfer_core.components import Component, NoConfig, Slot, Verified
 from deepinfer_core.config import EngineConfig
+from deepinfer_core.errors import CompositionError, DeepInferError
 from deepinfer_core.hookspecs import API
 from deepinfer_core.plugin_sources import BrokenPlugin
 from deepinfer_core.plugins import Conflict
@@ -65,8 +66,20 @@ class Part:
         return self.component.name
 
     def build(self, context: Any) -> Any:
-        """Make the object."""
-        return self.component.build(self.config, context)
+        """Make the object.
+
+        Raises:
+            CompositionError: the component's builder failed; says whose it is.
+        """
+        try:
+            return self.component.build(self.config, context)
+        except DeepInferError:
+            raise
+        except Exception as error:
+            raise CompositionError(
+                f"{self.slot} {self.name!r} of plugin {self.component.plugin} could not be built: "
+                f"{type(error).__name__}: {error}; correct the plugin, or name another {self.slot}"
+            ) from error
 
 
 @frozen(kw_only=True)

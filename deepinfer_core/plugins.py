@@ -150,7 +150,7 @@ class PluginHost:
         if not self._broken:
             return None
         names = ", ".join(broken.label for broken in self.broken)
-        return f"broken plugins: {names}; see: deepinfer plugins doctor"
+        return f"broken plugins: {names}; see: deepinfer plugins doctor (with the same --config)"
 
     def components(self, slot: Slot) -> tuple[AnyComponent, ...]:
         """Return every offer for a slot, best first."""

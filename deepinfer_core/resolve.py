@@ -9,7 +9,16 @@ from typing import Any
 from attrs import define, field
 
 from deepinfer_core.components import Component, Slot
-from deepinfer_core.config import AUTO, NONE, SLOT_FIELDS, Choice, Choices, EngineConfig
+from deepinfer_core.config import (
+    ACCELERATOR_VALUES,
+    ACCELERATOR_VARIABLE,
+    AUTO,
+    NONE,
+    SLOT_FIELDS,
+    Choice,
+    Choices,
+    EngineConfig,
+)
 from deepinfer_core.config_file import read_config
 from deepinfer_core.errors import ConfigError, DeepInferError, ListedError
 from deepinfer_core.plugins import PluginHost
@@ -176,3 +185,27 @@ def _accepted_by_somebody(slot: Slot, options: Mapping[str, Any], host: PluginHo
             return
     if first is not None:
         raise first
+
+
+def require_environ(config: EngineConfig, host: PluginHost, environ: Mapping[str, str]) -> None:
+    """Refuse an accelerator that the environment asks for and nobody offers.
+
+    Args:
+        config: as ``apply_environ`` returned it.
+        host: the plugins.
+        environ: what it was applied from.
+
+    Raises:
+        ConfigError: says which variable asked, and what is installed.
+    """
+    value = environ.get(ACCELERATOR_VARIABLE, "").strip()
+    wanted = ACCELERATOR_VALUES.get(value.lower())
+    if wanted is None or config.accelerator.use != wanted:
+        return
+    offered = [component.name for component in host.components(Slot.ACCELERATOR)]
+    if wanted not in offered:
+        raise ConfigError(
+            f"{ACCELERATOR_VARIABLE}={value} asks for accelerator {wanted!r}, which no plugin here "
+            "offers; install the plugin that does, or unset the variable",
+            [f"installed: {', '.join(offered) or 'none'}", *map(str, host.broken)],
+        )

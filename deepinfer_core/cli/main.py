@@ -24,7 +24,15 @@ from deepinfer_core.cli.options import (
     sampling_options,
 )
 from deepinfer_core.components import Component, Slot
-from deepinfer_core.errors import ConfigError, DeepInferError, RequestError
+from deepinfer_core.errors import (
+    CompositionError,
+    ConfigError,
+    DeepInferError,
+    LockMismatch,
+    PluginError,
+    RequestError,
+    UnknownModelError,
+)
 
 __all__ = [
     "COMMANDS",
@@ -59,7 +67,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 """Name -> (module, attribute, one line of help)."""
 
-USAGE_ERRORS = (ConfigError, RequestError)
+USAGE_ERRORS = (ConfigError, CompositionError, PluginError, RequestError, UnknownModelError)
 """Errors of what was typed, which exit with 2; all others exit with 1."""
 
 
@@ -183,6 +191,9 @@ def run(args: Sequence[str] | None = None) -> int:
         return 1
     except DeepInferError as error:
         return _show(error, str(error), state.debug)
+    except OSError as error:
+        # Whatever files a command names itself it has told about; what is left is its own output.
+        return _show(error, f"cannot write: {error.strerror or error}", state.debug)
     except Exception as error:
         text = f"{type(error).__name__}: {error} (this is a bug; --debug shows where)"
         return _show(error, text, state.debug)
@@ -193,7 +204,8 @@ def _show(error: Exception, text: str, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     click.echo(f"error: {text}", err=True)
-    return 2 if isinstance(error, USAGE_ERRORS) else 1
+    wrong_input = isinstance(error, USAGE_ERRORS) and not isinstance(error, LockMismatch)
+    return 2 if wrong_input else 1
 
 
 def main(args: Sequence[str] | None = None) -> None:

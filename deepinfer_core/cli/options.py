@@ -51,13 +51,16 @@ class EngineArgs:
         """Return the configuration that is meant, and the plugins it was read with."""
         from deepinfer_core.config import apply_environ
         from deepinfer_core.config_file import read_config
-        from deepinfer_core.resolve import load_config
+        from deepinfer_core.resolve import load_config, require_environ
 
         sets = self._overrides()
         host = open_host(read_config(self.config, sets).config.plugins)
         config = load_config(self.config, sets=sets, host=host)
         overridden = any(text.partition("=")[0].strip() == "accelerator.use" for text in sets)
-        return apply_environ(config, os.environ, overridden=overridden), host
+        config = apply_environ(config, os.environ, overridden=overridden)
+        if not overridden:
+            require_environ(config, host, os.environ)
+        return config, host
 
     def _overrides(self) -> list[str]:
         from deepinfer_core.config import ACCELERATOR_VALUES

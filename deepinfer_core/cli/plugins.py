@@ -109,7 +109,7 @@ def new(name: str, slot: str, path: Path) -> None:
 
     made = render(name, Slot(slot), path)
     click.echo(f"made {made}")
-    click.echo(f"next: pip install -e {made} && pytest {made}")
+    click.echo(f"next: pip install -e {made} pytest hypothesis && python -m pytest {made}")
 
 
 @plugins.command()

@@ -37,6 +37,7 @@ from deepinfer_core.log import get_logger
 from deepinfer_core.ops.table import OpChoice, OpTable, choose
 from deepinfer_core.plan import Plan
 from deepinfer_core.plugins import PluginHost
+from deepinfer_core.resolve import require_environ
 from deepinfer_core.runner import LocalExecutor
 from deepinfer_core.text.detokenizer import StreamDetokenizer, byte_fallback_ids
 from deepinfer_core.text.tokenizer import Tokenizer
@@ -95,6 +96,7 @@ def assemble(
         host = PluginHost(plugins, config=config.plugins, discover=discover)
         if line := host.broken_line():
             get_logger("plugins").warning("plugins.broken", detail=line)
+    require_environ(config, host, environ)
     plan, found = plan_model(config, host, environ, progress=progress)
     builder = _Builder(plan, found)
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from deepinfer_core.components import Slot
 from deepinfer_core.engine.admission import Limits, admit
 from deepinfer_core.engine.output_stream import OutputStream
 from deepinfer_core.engine.request_state import Member, RequestState
@@ -46,6 +47,12 @@ if TYPE_CHECKING:
 
 KEPT_RESULTS = 4096
 """Results kept for ``take_result``; the oldest go first."""
+
+STALLED_ROUNDS = 500
+"""Rounds in a row without a grant, with nothing in flight, after which the engine gives up."""
+
+STALLED_PAUSE_S = 0.002
+"""Pause after such a round."""
 
 SCHEDULER_TRIES = 3
 """Rounds in a row a scheduler may fail before the engine gives up."""
@@ -89,6 +96,7 @@ class Engine:
         self._counters = Counters()
         self._next_id = 0
         self._scheduler_failures = 0
+        self._stalled_rounds = 0
         self._failure: EngineError | None = None
         self._closed = False
 
@@ -324,7 +332,7 @@ class Engine:
             self._watch.event("scheduler.failed", error=str(error))
             if self._scheduler_failures >= SCHEDULER_TRIES:
                 raise EngineError(
-                    f"the scheduler failed {SCHEDULER_TRIES} times in a row: "
+                    f"{self._scheduler_name} failed {SCHEDULER_TRIES} times in a row: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             return None
@@ -334,13 +342,34 @@ class Engine:
             self._watch.event("sequence.preempted", request_id=sequence.request.request_id)
         self._requeue()
         if not round_.grants:
+            self._note_stall(running, waiting)
             return None
+        self._stalled_rounds = 0
         self._counters.num_steps += 1
         for grant in round_.grants.values():
             state, _ = self._members[grant.sequence.sequence_id]
             if state.started_s is None:
                 state.started_s = round_.now_s
         return self._stepper.launch(self._counters.num_steps, list(round_.grants.values()))
+
+    def _note_stall(self, running: Items[Sequence], waiting: Items[Sequence]) -> None:
+        """Nobody was granted anything; a policy that goes on like that would hang its users."""
+        ready = [s for s in waiting if not s.opened or self._parts.cache.ready(s.sequence_id)]
+        if self._flight is not None or not (running or ready):
+            return
+        self._stalled_rounds += 1
+        if self._stalled_rounds >= STALLED_ROUNDS:
+            raise EngineError(
+                f"{self._scheduler_name} granted nothing in {STALLED_ROUNDS} rounds, though "
+                f"{len(running)} sequences run and {len(ready)} wait; set scheduler.use to another"
+            )
+        time.sleep(STALLED_PAUSE_S)
+
+    @property
+    def _scheduler_name(self) -> str:
+        part = self._parts.plan.part(Slot.SCHEDULER)
+        named = "" if part is None else f" {part.name!r} ({part.component.plugin})"
+        return f"the scheduler{named}"
 
     def _requeue(self) -> None:
         """Put every sequence on the list its phase says; both lists keep their order."""

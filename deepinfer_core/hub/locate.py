@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from deepinfer_core.errors import PullError
+from deepinfer_core.errors import PullError, UnknownModelError
 from deepinfer_core.hub.locking import exclusive
 from deepinfer_core.hub.names import MODELS, ModelSource, source_of
 from deepinfer_core.hub.progress import Progress, Silent
@@ -147,13 +147,13 @@ def list_cached(cache_dir: Path) -> tuple[CachedModel, ...]:
     return tuple(found)
 
 
-def _unknown(name: str, models: Mapping[str, ModelSource]) -> PullError:
+def _unknown(name: str, models: Mapping[str, ModelSource]) -> UnknownModelError:
     looks_like_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name
     if looks_like_path or name.endswith((".gguf", ".safetensors")):
-        return PullError(f"there is no file or folder {name}")
+        return UnknownModelError(f"there is no file or folder {name}")
     close = difflib.get_close_matches(name.lower(), models, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    return PullError(
+    return UnknownModelError(
         f"there is no file, folder or known model {name!r}.{hint} Known names: "
         f"{', '.join(models)}; any hub id such as org/model works too."
     )

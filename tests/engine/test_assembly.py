@@ -69,6 +69,15 @@ def test_a_drafter_is_refused_before_weights_are_read(make_engine: Any) -> None:
         make_engine(plugins=[keen], config={"drafter": "keen"})
 
 
+def test_a_builder_that_raises_is_blamed_by_name(make_engine: Any) -> None:
+    def build(config: Any, context: Any) -> Any:
+        raise ZeroDivisionError("division by zero")
+
+    faulty = plugin("faulty", offer(Slot.SCHEDULER, "faulty", build=build, auto=False))
+    with pytest.raises(CompositionError, match="scheduler 'faulty' of plugin faulty could not be"):
+        make_engine(plugins=[faulty], config={"scheduler": "faulty"})
+
+
 def test_memory_too_small_for_a_page_is_an_error(make_engine: Any) -> None:
     with pytest.raises(EngineError, match="kv_memory_bytes"):
         make_engine(kv_pages=None, kv_memory_bytes=100)

@@ -261,7 +261,18 @@ def test_a_scheduler_that_always_fails_ends_the_engine(parts_of: Any) -> None:
     engine = faulty_engine(parts_of(), fault)
     submit(engine, "r", [1])
     results = run(engine)
-    assert "scheduler failed" in results["r"].error
+    assert "scheduler 'fcfs' (builtin) failed 3 times" in results["r"].error
+
+
+def test_a_scheduler_that_grants_nothing_ends_the_engine(parts_of: Any) -> None:
+    class Idle:
+        def schedule(self, round: Any) -> None:
+            pass
+
+    engine = Engine(attrs.evolve(parts_of(), scheduler=Idle()))
+    submit(engine, "r", [1])
+    results = run(engine)
+    assert "granted nothing in 500 rounds, though 0 sequences run and 1 wait" in results["r"].error
 
 
 def test_an_observer_that_raises_is_dropped(parts_of: Any) -> None:

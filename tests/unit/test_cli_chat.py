@@ -162,5 +162,5 @@ def test_pull_offline_does_not_fetch(
 
 
 def test_pull_of_an_unknown_name_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["pull", "smollm-135m"]) == 1
+    assert run(["pull", "smollm-135m"]) == 2
     assert "smollm2-135m-instruct" in capsys.readouterr().err

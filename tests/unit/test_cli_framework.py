@@ -24,7 +24,7 @@ from deepinfer_core.cli.main import (
     sampling_options,
 )
 from deepinfer_core.components import Slot
-from deepinfer_core.config import Choice, EngineConfig
+from deepinfer_core.config import EngineConfig
 from deepinfer_core.errors import ConfigError, ConformanceError, DeepInferError
 from deepinfer_core.plugins import PluginHost
 from deepinfer_core.testing.plugins import offer, plugin
@@ -199,7 +199,10 @@ def test_accelerator_goes_before_variable_goes_before_file(
     path = tmp_path / "engine.toml"
     path.write_text('[accelerator]\nuse = "cpu"\n')
     monkeypatch.setenv("DEEPINFER_ACCELERATOR", "nvidia")
-    assert EngineArgs().load().accelerator == Choice(use="sm100")
+    with pytest.raises(
+        ConfigError, match="DEEPINFER_ACCELERATOR=nvidia asks for accelerator 'sm100'"
+    ):
+        EngineArgs().load()
     with pytest.raises(ConfigError, match="asks for 'sm100'"):
         EngineArgs(config=path).load()
     for args in (EngineArgs(accelerator="cpu"), EngineArgs(sets=("accelerator.use=cpu",))):
@@ -209,7 +212,10 @@ def test_accelerator_goes_before_variable_goes_before_file(
 def test_broken_plugins_are_named_in_one_line_at_every_start(
     deepinfer: Shown, broken: None
 ) -> None:
-    line = "warning: broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor\n"
+    line = (
+        "warning: broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor "
+        "(with the same --config)\n"
+    )
     for arguments in (["--help"], ["config", "show"], ["plugins", "list"], ["plan"]):
         _, _, err = deepinfer(*arguments)
         assert err.count(line) == 1, arguments
@@ -270,7 +276,7 @@ def test_plan_as_json_with_ops(deepinfer: Shown) -> None:
 
 def test_plan_of_a_path_that_is_not_there(deepinfer: Shown) -> None:
     status, _, err = deepinfer("plan", "--accelerator", "cpu", "--model", "/no/such/model.gguf")
-    assert status == 1
+    assert status == 2
     assert err.startswith("error: ")
     assert "/no/such/model.gguf" in err
 
@@ -301,7 +307,7 @@ def test_plugins_of_a_configuration(deepinfer: Shown, tmp_path: Path) -> None:
     assert status == 1
     assert "broken  no_such_module_x" in out
     status, _, err = deepinfer("config", "check", path)
-    assert status == 1
+    assert status == 2
     assert "plugin no_such_module_x is broken (import)" in err
     assert deepinfer("plugins", "list", "--config", path)[0] == 0
 

@@ -413,3 +413,17 @@ print(plan.composition_hash, plan.as_dict())
         for seed in ("1", "2", "3")
     }  # fmt: skip
     assert len(outputs) == 1
+
+
+def test_an_accelerator_the_environment_asks_for_must_be_offered() -> None:
+    from deepinfer_core.config import EngineConfig, apply_environ
+    from deepinfer_core.plugins import PluginHost
+    from deepinfer_core.resolve import require_environ
+
+    environ = {"DEEPINFER_ACCELERATOR": "nvidia"}
+    config = apply_environ(EngineConfig(), environ)
+    with pytest.raises(ConfigError, match="DEEPINFER_ACCELERATOR=nvidia asks for") as caught:
+        require_environ(config, PluginHost(discover=False), environ)
+    assert "'sm100'" in str(caught.value)
+    assert "installed: cpu" in str(caught.value)
+    require_environ(EngineConfig(), PluginHost(discover=False), {})

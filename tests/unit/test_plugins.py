@@ -293,7 +293,10 @@ def test_import_failure_names_distribution_cause_and_remedy(
     assert cause in broken.cause
     assert broken.remedy
     assert host.find(Slot.CACHE, "good").name == "good"
-    assert host.broken_line() == "broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor"
+    assert (
+        host.broken_line() == "broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor "
+        "(with the same --config)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 
 def first_byte_s(command: list[str]) -> float:
@@ -27,10 +29,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
-    generate = ["deepinfer", "generate", "--max-tokens", "8", "--model", arguments.model]
+    deepinfer = str(Path(sys.executable).with_name("deepinfer"))
+    generate = [deepinfer, "generate", "--max-tokens", "8", "--model", arguments.model]
     for name, command in {
         "first token": [*generate, "The capital of France is"],
-        "--help": ["deepinfer", "--help"],
+        "--help": [deepinfer, "--help"],
     }.items():
         samples = [first_byte_s(command) for _ in range(arguments.rounds)]
         print(f"{name:12}", *(f"{sample:.2f}" for sample in samples))

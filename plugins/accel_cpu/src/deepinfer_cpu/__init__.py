@@ -1,0 +1,5 @@
+"""Native CPU kernels for DeepInfer."""
+
+from __future__ import annotations
+
+DEEPINFER_API = 1

@@ -14,6 +14,7 @@
     + UnknownModelError     there is no model of this name or path
   x RequestError            a request that is refused; nobody else's is affected
     + AdmissionError        a request that can never fit, or a full queue
+    + ProtocolError         a body that a wire format refuses, with the status to answer
   x ExecutionError          a step that failed for one request
   x EngineError             the engine as a whole
     + DeviceLostError       the device is gone: the engine has failed, every stream ends
@@ -103,7 +104,40 @@ class RequestError(DeepInferError):
 
 
 class AdmissionError(RequestError):
-    """A request can never fit into this engine, or its queue is full."""
+    """A request can never fit into this engine, or its queue is full.
+
+    Args:
+        message: what and what to do.
+        busy: whether it may fit later; kept as ``.busy``.
+    """
+
+    def __init__(self, message: str = "", *, busy: bool = False) -> None:
+        super().__init__(message)
+        self.busy = busy
+
+
+class ProtocolError(RequestError):
+    """A wire format refuses a body.
+
+    Args:
+        message: what, where and what to do.
+        param: the field that is to blame, such as ``messages[2].role``; kept as ``.param``.
+        status: HTTP status to answer; kept as ``.status``.
+        code: a word for programs, such as ``previous_response_not_found``; kept as ``.code``.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+        self.code = code
 
 
 class ExecutionError(DeepInferError):

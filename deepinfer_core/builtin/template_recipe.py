@@ -10,6 +10,7 @@ from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.recipe import RecipeContext
 
 if TYPE_CHECKING:
+    from deepinfer_core.interfaces.wire import WireFormat
     from deepinfer_core.text.chat_template import ChatTemplate
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer"})
@@ -64,6 +65,10 @@ class TemplateRecipe:
             add_generation_prompt,
             **extra,
         )
+
+    def formats(self) -> Sequence[WireFormat]:
+        """Return none: this recipe only renders."""
+        return ()
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:

@@ -74,6 +74,7 @@ def admit(request: Request, limits: Limits, num_waiting: int) -> int:
     if num_waiting >= limits.max_waiting + 1:
         raise AdmissionError(
             f"{name}: {num_waiting} requests are waiting already (engine.max_waiting = "
-            f"{limits.max_waiting}); try again later"
+            f"{limits.max_waiting}); try again later",
+            busy=True,
         )
     return min(wanted, limits.capacity)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import attrs
@@ -31,6 +31,7 @@ from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.interfaces.kv_store import KvStoreContext
 from deepinfer_core.interfaces.model import BuildRequest, ModelSpec
 from deepinfer_core.interfaces.observer import ObserverContext
+from deepinfer_core.interfaces.parser import ParserContext
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.interfaces.scheduler import SchedulerContext
 from deepinfer_core.log import get_logger
@@ -193,7 +194,7 @@ class _Builder:
             tokenizer=tokenizer,
             tokenizer_error=tokenizer_error,
             detokenizer=None if tokenizer is None else detokenizers(tokenizer),
-            recipe=cache(lambda: self._recipe(tokenizer, tokenizer_error)),
+            recipe=cache(lambda: self._recipe(spec, tokenizer, tokenizer_error)),
             close=self._found.checkpoint.close,
         )
 
@@ -292,11 +293,19 @@ class _Builder:
         except DeepInferError as error:
             return None, str(error)
 
-    def _recipe(self, tokenizer: Tokenizer | None, tokenizer_error: str) -> Any:
+    def _recipe(self, spec: ModelSpec, tokenizer: Tokenizer | None, tokenizer_error: str) -> Any:
         if tokenizer is None:
             raise EngineError(f"this model has no chat recipe: {tokenizer_error}")
+        marks = ParserContext(token_of=tokenizer.id_of)
         context = RecipeContext(
-            tokenizer=tokenizer, chat_template=self._found.checkpoint.chat_template()
+            tokenizer=tokenizer,
+            chat_template=self._found.checkpoint.chat_template(),
+            architecture=self._found.facts.architecture,
+            parsers={
+                part.name: partial(part.build, marks) for part in self._plan.parts_of(Slot.PARSER)
+            },
+            eos_token_ids=self._ends(spec, tokenizer),
+            max_length=spec.max_position,
         )
         recipe = self._part(Slot.RECIPE, context)
         if recipe is None:

@@ -16,6 +16,7 @@ from deepinfer_core.engine.engine_thread import EngineThread
 from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
 from deepinfer_core.engine.surface import EngineSurface, TextCodec
 from deepinfer_core.errors import EngineError
+from deepinfer_core.interfaces.recipe import Recipe
 from deepinfer_core.requests import Delta, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -228,6 +229,17 @@ class AsyncEngine:
     def tokenizer(self) -> TextCodec:
         """The model's tokenizer."""
         return self._engine.tokenizer
+
+    @property
+    def recipe(self) -> Recipe:
+        """Conversations into prompts, and the wire formats that servers offer.
+
+        Pure conversions; call them in a thread, as they tokenise.
+
+        Raises:
+            EngineError: none is composed, or the model has no tokenizer.
+        """
+        return self._engine.recipe
 
     @property
     def failure(self) -> str | None:

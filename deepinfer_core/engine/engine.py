@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
     from deepinfer_core.engine.parts import EngineParts
     from deepinfer_core.interfaces.model import ModelSpec
+    from deepinfer_core.interfaces.recipe import Recipe
     from deepinfer_core.plan import Plan
     from deepinfer_core.plugins import PluginHost
     from deepinfer_core.text.tokenizer import Tokenizer
@@ -175,9 +176,18 @@ class Engine:
             RequestError: the messages cannot be rendered.
             EngineError: no recipe is composed.
         """
+        return self.recipe.render(messages, **options)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What renders conversations, and the wire formats it offers to servers.
+
+        Raises:
+            EngineError: none is composed, or the model has no tokenizer.
+        """
         if self._parts.recipe is None:
             raise EngineError("this engine was made without a chat recipe")
-        return self._parts.recipe().render(messages, **options)
+        return self._parts.recipe()
 
     @property
     def has_work(self) -> bool:

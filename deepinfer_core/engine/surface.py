@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from deepinfer_core.interfaces.recipe import Recipe
 from deepinfer_core.requests import Delta, Request, RequestOutput
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class TextCodec(Protocol):
 class EngineSurface(Protocol):
     """An engine as its fronts see it. Every call comes from one thread.
 
-    `tokenizer` and `chat` are pure conversions; a front may call them from another thread.
+    `tokenizer`, `chat` and `recipe` are pure conversions; a front may call them from other threads.
     """
 
     @property
@@ -55,6 +56,11 @@ class EngineSurface(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
+        ...
+
+    @property
+    def recipe(self) -> Recipe:
+        """Conversations into prompts, and the wire formats of servers; raises an EngineError."""
         ...
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:

@@ -1,11 +1,14 @@
-"""Slot ``recipe``: conversations into prompts."""
+"""Slot ``recipe``: conversations into prompts, and what clients of servers say about them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
+
+from deepinfer_core.interfaces.parser import Parser
+from deepinfer_core.interfaces.wire import WireFormat
 
 
 @frozen(kw_only=True)
@@ -15,14 +18,24 @@ class RecipeContext:
     Attributes:
         tokenizer: the model's tokenizer.
         chat_template: its template source, or None.
+        architecture: the model's architecture name, "" if unknown.
+        parsers: makers of the parsers that are available, by name.
+        grammar_kinds: what the composed constraint compiles; empty without one.
+        eos_token_ids: ids that end an output.
+        max_length: tokens of the longest sequence; None if unknown.
     """
 
     tokenizer: Any
     chat_template: str | None
+    architecture: str = ""
+    parsers: Mapping[str, Callable[[], Parser]] = field(factory=dict)
+    grammar_kinds: Sequence[str] = ()
+    eos_token_ids: Sequence[int] = ()
+    max_length: int | None = None
 
 
 class Recipe(Protocol):
-    """A renderer. Pure conversion; no I/O."""
+    """Conversions between people, clients and the model. Pure; no I/O; safe to use from threads."""
 
     def render(
         self,
@@ -36,4 +49,8 @@ class Recipe(Protocol):
 
         Control tokens spelled inside user content stay plain text.
         """
+        ...
+
+    def formats(self) -> Sequence[WireFormat]:
+        """Wire formats that servers may offer with this recipe; none if it only renders."""
         ...

@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.errors import AdmissionError, EngineClosedError, EngineError, RequestError
+from deepinfer_core.interfaces.recipe import Recipe
 from deepinfer_core.requests import (
     Delta,
     FinishReason,
@@ -78,6 +79,7 @@ class ScriptedEngine:
         before_step: called at the start of each step with the step's number; may wait, or raise an
             EngineError to make the engine fail.
         clock: seconds.
+        recipe: what `Engine.recipe` would be.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ScriptedEngine:
         poison: str = "\x00",
         before_step: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recipe: Recipe | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.tokenizer = CharacterCodec()
@@ -104,11 +107,23 @@ class ScriptedEngine:
         self._results: dict[str, RequestOutput] = {}
         self._generated = 0
         self.failure: EngineError | None = None
+        self._recipe = recipe
 
     @property
     def has_work(self) -> bool:
         """Whether any request is alive."""
         return bool(self._alive)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it was made with.
+
+        Raises:
+            EngineError: nothing.
+        """
+        if self._recipe is None:
+            raise EngineError("this engine was made without a chat recipe")
+        return self._recipe
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """``role:content`` lines."""
@@ -127,7 +142,7 @@ class ScriptedEngine:
                 f"the context {self.max_model_len}"
             )
         if self.stats().waiting > self.config.engine.max_waiting:
-            raise AdmissionError("the queue is full")
+            raise AdmissionError("the queue is full", busy=True)
         outputs = range(request.params.n)
         self.submitted.append(request)
         self._alive[request.request_id] = _Alive(request, [[] for _ in outputs], set(outputs))

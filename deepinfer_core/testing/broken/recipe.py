@@ -174,6 +174,32 @@ class _HalfRefused(_Recipe):
         return ids
 
 
+class _TakesAnything:
+    """A wire format that checks nothing."""
+
+    name, path = "any", "/any"
+
+    def read(self, body: bytes, context: Any) -> Any:
+        return body
+
+    def error(self, fault: Any) -> Mapping[str, Any]:
+        return {}
+
+
+class _SpeaksToAnybody(_Recipe):
+    """Offers a format that refuses nothing."""
+
+    def formats(self) -> Any:
+        return (_TakesAnything(),)
+
+
+class _SpeaksTwice(_Recipe):
+    """Offers one path twice."""
+
+    def formats(self) -> Any:
+        return (_TakesAnything(), _TakesAnything())
+
+
 CORRECT: Callable[[RecipeContext], TemplateRecipe] = TemplateRecipe
 
 BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -193,5 +219,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "raises key errors": (_RaisesKeyErrors, "test_bad_messages_are_refused"),
     "renders anything": (_RendersAnything, "test_bad_messages_are_refused"),
     "out of the vocabulary": (_OutOfVocabulary, "test_prompts_are_token_ids"),
+    "speaks to anybody": (_SpeaksToAnybody, "test_formats_can_be_mounted"),
+    "speaks twice": (_SpeaksTwice, "test_formats_can_be_mounted"),
     "half refused": (_HalfRefused, "test_a_refusal_leaves_no_trace"),
 }

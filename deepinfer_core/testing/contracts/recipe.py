@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from deepinfer_core.components import Slot
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.recipe import Recipe, RecipeContext
+from deepinfer_core.interfaces.wire import Fault, ReadContext, to_json
 from deepinfer_core.testing.contracts.base import Contract
 from deepinfer_core.testing.fakes import CHAT_TEMPLATE, byte_tokenizer
 
@@ -156,6 +157,25 @@ class RecipeContract(Contract):
         first = recipe.render(messages, tools=tools, options=options)
         assert (messages, tools, options) == before
         assert recipe.render(messages, tools=tools, options=options) == first
+
+    # ------------------------------------------------------------------ wire formats
+
+    def test_formats_can_be_mounted(self) -> None:
+        """Wire formats have names and paths of their own, and refuse what is no JSON object."""
+        formats = self.recipe().formats()
+        assert len({wire.name for wire in formats}) == len(formats), "names must differ"
+        assert len({wire.path for wire in formats}) == len(formats), "paths must differ"
+        for wire in formats:
+            assert wire.path.startswith("/"), wire.path
+            for body in (b"", b"{", b"[]", b"null", b"\xff", b"1e999", b'"text"', b"[" * 100_000):
+                try:
+                    wire.read(body, ReadContext())
+                except RequestError as error:
+                    fault = Fault.of(error)
+                    assert 400 <= fault.status < 500, fault
+                    to_json(wire.error(fault))
+                    continue
+                raise AssertionError(f"{wire.name} took {body[:20]!r}")
 
     # ------------------------------------------------------------------ bad conversations
 

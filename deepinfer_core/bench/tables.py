@@ -26,11 +26,19 @@ _PERCENTILES = ("mean", "p50", "p90", "p99", "min", "max")
 
 def table(report: Report) -> str:
     """Return a report of `deepinfer_core.bench.reports` as text."""
-    body = {"prefill": _prefill, "pareto": _pareto}.get(report["benchmark"], _summaries)
+    body = {"prefill": _prefill, "pareto": _pareto, "quality": _quality}.get(
+        report["benchmark"], _summaries
+    )
     return "\n".join([*_head(report), "", *body(report)])
 
 
 def _head(report: Report) -> list[str]:
+    if report["benchmark"] == "quality":
+        steps = f"at most {report['chunk_tokens']} tokens a step"
+        return [
+            f"quality of {report['model']} on {report['texts']} texts, {report['tokens']} tokens",
+            f"compared with the first line, {steps}",
+        ]
     shape = ""
     if "output_tokens" in report:
         shape = f", {report['input_tokens']} tokens in, {report['output_tokens']} out"
@@ -78,6 +86,18 @@ def _pareto(report: Report) -> list[str]:
         "per user, tokens/s": lambda row: row["user_tokens_per_s"],
     }
     return _by_cells(cells, report["loads"])
+
+
+def _quality(report: Report) -> list[str]:
+    cells: dict[str, Cell] = {
+        "": lambda row: row["name"],
+        "perplexity": lambda row: f"{row['perplexity']:.4f}",
+        "KL, mean": lambda row: f"{row['kl_mean']:.2e}",
+        "p99": lambda row: f"{row['kl_p99']:.2e}",
+        "max": lambda row: f"{row['kl_max']:.2e}",
+        "argmax agrees": lambda row: f"{row['argmax_agreement']:.4f}",
+    }
+    return _by_cells(cells, report["variants"])
 
 
 def _by_cells(cells: dict[str, Cell], rows: Sequence[Report]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import frozen
 
+from deepinfer_core.cli.bench_quality import quality
 from deepinfer_core.cli.options import EngineArgs, engine_options
 
 if TYPE_CHECKING:
@@ -134,7 +135,10 @@ output_tokens = tokens_option("--output-tokens", 128, "New tokens of each reques
 
 @click.group()
 def bench() -> None:
-    """Measure latency, throughput and prefill, greedily and with full outputs."""
+    """Measure latency, throughput and prefill, greedily and with full outputs; and quality."""
+
+
+bench.add_command(quality)
 
 
 @bench.command()

@@ -1,0 +1,111 @@
+// Vectors of F32S floats: what the compiler makes of them depends on the level. Operators are
+// GCC's; products and sums are never contracted, `fma` is written where it is meant.
+#pragma once
+
+#include <cmath>
+
+#include "numbers.h"
+
+namespace di {
+
+#if DI_AVX512
+constexpr int F32S = 16;
+#else
+constexpr int F32S = 8;
+#endif
+
+typedef float f32v __attribute__((vector_size(F32S * 4)));
+typedef int32_t i32v __attribute__((vector_size(F32S * 4)));
+
+inline f32v load(const float* p) {
+  f32v v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline void store(float* p, f32v v) { std::memcpy(p, &v, sizeof v); }
+
+inline f32v splat(float x) { return f32v{} + x; }
+
+inline f32v fma(f32v a, f32v b, f32v c) {
+#if DI_AVX512
+  return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif DI_AVX2
+  return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline f32v vmax(f32v a, f32v b) { return a > b ? a : b; }
+inline f32v vmin(f32v a, f32v b) { return a < b ? a : b; }
+
+inline f32v load_bf16(const uint16_t* p) {
+#if DI_AVX512
+  __m256i raw = _mm256_loadu_si256((const __m256i*)p);
+  return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#elif DI_AVX2
+  __m128i raw = _mm_loadu_si128((const __m128i*)p);
+  return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+#else
+  f32v v;
+  for (int i = 0; i < F32S; i++) v[i] = from_bf16(p[i]);
+  return v;
+#endif
+}
+
+inline f32v load_f16(const uint16_t* p) {
+#if DI_AVX512
+  return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif DI_AVX2
+  return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  f32v v;
+  for (int i = 0; i < F32S; i++) v[i] = from_f16(p[i]);
+  return v;
+#endif
+}
+
+inline void store_bf16(uint16_t* p, f32v v) {
+  for (int i = 0; i < F32S; i++) p[i] = to_bf16(v[i]);
+}
+
+// Sum in one fixed order: halves onto each other.
+inline float sum(f32v v) {
+  float part[F32S];
+  store(part, v);
+  for (int width = F32S / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) part[i] += part[i + width];
+  return part[0];
+}
+
+inline float largest(f32v v) {
+  float best = v[0];
+  for (int i = 1; i < F32S; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// Round to the nearest integer, ties to even.
+inline f32v nearest(f32v x) {
+  const f32v magic = splat(0x1.8p23f);
+  return (x + magic) - magic;
+}
+
+// e^x; at most 2 ulp off between -87 and 88, clamped outside.
+inline f32v vexp(f32v x) {
+  x = vmin(vmax(x, splat(-87.3f)), splat(88.0f));
+  f32v n = nearest(x * splat(1.44269504f));
+  f32v r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  f32v p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r + splat(1.0f));
+  i32v exponent = (__builtin_convertvector(n, i32v) + 127) << 23;
+  return p * (f32v)exponent;
+}
+
+}  // namespace di

@@ -1,0 +1,45 @@
+"""The native library is built, found and fit for this machine."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from deepinfer_core.errors import CompositionError
+from deepinfer_cpu import build, library
+
+
+def test_it_is_built_from_these_sources() -> None:
+    assert library.why_not() is None
+
+
+def test_every_level_that_runs_here_loads_and_knows_its_name() -> None:
+    levels = library.runnable()
+    assert levels[0] == "portable"
+    assert [library.level_of(library.load(level)) for level in levels] == list(levels)
+
+
+def test_the_best_level_is_the_default() -> None:
+    assert library.level_of(library.load()) == library.runnable()[-1]
+
+
+def test_an_unknown_level_is_refused_by_name() -> None:
+    with pytest.raises(CompositionError, match="avx9"):
+        library.load("avx9")
+
+
+def test_threads_can_be_set_again() -> None:
+    native = library.load()
+    before = native.di_num_threads()
+    for count in (1, 3, 2, before):
+        native.di_set_threads(ctypes.c_int32(count))
+        assert native.di_num_threads() == count
+
+
+def test_a_missing_compiler_is_a_reason(tmp_path: Path) -> None:
+    built = build.build(tmp_path, compiler="no-such-compiler", levels=("portable",))
+    assert built.libraries == {}
+    assert "no-such-compiler" in built.reasons["portable"]
+    assert "g++ 11" in built.reasons["portable"]

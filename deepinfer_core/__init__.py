@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from deepinfer_core.hookspecs import hookimpl
     from deepinfer_core.requests import Request, SamplingParams
     from deepinfer_core.resolve import load_config
+    from deepinfer_core.structured import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Slot",
+    "StructuredOutput",
     "Verified",
     "__version__",
     "errors",
@@ -66,6 +68,7 @@ _MODULES = {
     "Request": "requests",
     "SamplingParams": "requests",
     "Slot": "components",
+    "StructuredOutput": "structured",
     "Verified": "components",
     "hookimpl": "hookspecs",
     "load_config": "resolve",

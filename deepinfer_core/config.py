@@ -181,6 +181,13 @@ class EngineOptions:
             "auto" = wherever the chosen kernels can.
         overlap: whether the host works on one step while the device runs the next;
             "auto" = wherever the device is not the host itself.
+        max_drafts: draft tokens of one sequence that a step verifies, at most; without a drafter
+            nothing is drafted.
+        verification: how drafts are judged. "coupled" accepts a draft if the target draws the same
+            token anyway, so that outputs do not depend on drafts at all; "rejection" accepts most,
+            and keeps the distribution of outputs.
+        grammar_timeout_s: seconds that compiling the grammar of a structured output may take.
+        grammar_max_bytes: size of such a grammar, at most.
         step_retries: how often a failed step is repeated without the rows admitted in it before the
             failure is bisected.
         deadline_s: seconds after which a request that says nothing else ends; unset = never.
@@ -196,6 +203,10 @@ class EngineOptions:
     memory_fraction: float = field(default=0.5)
     batch_invariant: bool | Literal["auto"] = field(default=AUTO)
     overlap: bool | Literal["auto"] = field(default=AUTO)
+    max_drafts: int = field(default=7, validator=_number(1))
+    verification: Literal["coupled", "rejection"] = field(default="coupled")
+    grammar_timeout_s: float = field(default=10.0, validator=_number(0, kind=float))
+    grammar_max_bytes: int = field(default=1 << 18, validator=_number(1))
     step_retries: int = field(default=1, validator=_number(0))
     deadline_s: float | None = field(default=None, validator=_number(0, optional=True, kind=float))
     num_threads: int = field(default=0, validator=_number(0))
@@ -215,6 +226,11 @@ class EngineOptions:
     def _check_switch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, bool) and value != AUTO:
             raise ConfigError(f"{attribute.name!r} must be true, false or 'auto': {value!r}")
+
+    @verification.validator
+    def _check_verification(self, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value not in ("coupled", "rejection"):
+            raise ConfigError(f"'verification' must be 'coupled' or 'rejection': {value!r}")
 
     def __attrs_post_init__(self) -> None:
         if self.kv_memory_bytes is not None and self.kv_pages is not None:

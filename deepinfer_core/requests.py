@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 
 from deepinfer_core.errors import RequestError
+from deepinfer_core.structured import StructuredOutput
 
 MAX_LOGPROBS = 20
 """Most alternatives that may be asked for at one position."""
@@ -189,6 +190,7 @@ class SamplingParams:
             0 reports the chosen token only, None nothing.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
+        structured: a grammar that the output must follow; None for free text.
     """
 
     max_tokens: int | None = None
@@ -210,6 +212,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check and normalise every field, then the combinations."""
@@ -218,6 +221,9 @@ class SamplingParams:
         self._check_penalties()
         for field in ("ignore_eos", "include_stop", "skip_special_tokens"):
             _flag(field, getattr(self, field))
+        structured: object = self.structured
+        if structured is not None and not isinstance(structured, StructuredOutput):
+            raise _refuse("structured", structured, "a StructuredOutput or None")
         self._check_combinations()
 
     def _put(self, field: str, value: object) -> None:
@@ -446,6 +452,8 @@ class RequestOutput:
         cached_tier: from which tier (the slowest one that was used); None for none.
         exact: false when a cached prefix was recovered approximately.
         invariant: whether the numbers did not depend on the rest of the batch.
+        drafted: draft tokens that were verified, over all outputs.
+        accepted: how many of them were accepted.
         ttft_s: from arrival to the first token; None if there was none.
         total_s: from arrival to the end.
         queue_s: from arrival to the first step.
@@ -460,6 +468,8 @@ class RequestOutput:
     cached_tier: str | None = None
     exact: bool = True
     invariant: bool
+    drafted: int = 0
+    accepted: int = 0
     ttft_s: float | None = None
     total_s: float = 0.0
     queue_s: float = 0.0

@@ -39,7 +39,7 @@ class FixedBudget:
                     left -= 1
         return shares
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
+    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
         """Take no note."""
 
     def _wanted(self, requests: Sequence[BudgetRequest]) -> list[int]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_core.batch import Batch
-from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
 
 if TYPE_CHECKING:
     import torch
@@ -21,12 +20,13 @@ class NoDrafter:
     """Leaves every step at one token a sequence; keeps nothing."""
 
     taps: tuple[str, ...] = ()
+    replay_tokens = 0
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Return an empty draft for each request."""
         return [Draft() for _ in requests]
 
-    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+    def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Take no note."""
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:

@@ -14,11 +14,21 @@ class BudgetContext:
 
     Attributes:
         max_drafts: most drafts a sequence may get.
-        step_ms: milliseconds of a step of n token rows, profiled; None where unknown.
+        step_ms: milliseconds of a step of n token rows, measured on the device when a number is
+            asked for the first time; None where unknown. Asking costs a few such steps.
+        max_batch_tokens: token rows a step may hold.
+        max_sequences: sequences a step may hold.
+        verification: "coupled" or "rejection". Under rejection, how many drafts are verified must
+            not depend on those drafts; a policy that cannot promise it refuses (CompositionError).
+        fingerprint: what measured times belong to: model, device, kernels and versions.
     """
 
     max_drafts: int
     step_ms: Callable[[int], float] | None = None
+    max_batch_tokens: int = 2048
+    max_sequences: int = 256
+    verification: str = "coupled"
+    fingerprint: str = ""
 
 
 def _numbers(values: Iterable[float]) -> tuple[float, ...]:
@@ -32,8 +42,10 @@ class BudgetRequest:
     Attributes:
         sequence_id: the sequence.
         num_drafts: drafts it has.
-        confidences: newest confidences of those drafts.
-        lagged: confidences two rounds old for the same sequence, empty without history.
+        confidences: newest confidences of those drafts; empty when drafting is suspended and the
+            core only asks whether it would pay again.
+        lagged: confidences of the same sequence from the newest draft pass that lies at least two
+            rounds back, empty without history.
     """
 
     sequence_id: int
@@ -43,7 +55,10 @@ class BudgetRequest:
 
 
 class Budget(Protocol):
-    """A policy for the number of rows spent on verification."""
+    """A policy for the number of rows spent on verification.
+
+    A total of 0 in several rounds in a row suspends drafting; see ``engine/speculation.py``.
+    """
 
     def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
         """Drafts to verify in this step, 0 .. limit.
@@ -57,6 +72,9 @@ class Budget(Protocol):
         """How many of its leading drafts each request verifies; sums to at most ``total``."""
         ...
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
-        """A step of ``num_tokens`` rows took this long."""
+    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+        """A step of ``num_tokens`` rows took this long, the draft pass before it ``draft_ms``.
+
+        Without a draft pass ``draft_ms`` is 0; it is never part of ``step_ms``.
+        """
         ...

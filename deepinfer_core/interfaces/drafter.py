@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
 
-from deepinfer_core.batch import Batch
+from deepinfer_core.batch import Int32
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,11 @@ class DrafterContext:
         device: torch device, None in tests without one.
         max_drafts: most drafts a sequence may get in a step.
         max_sequences: sequences a step may hold.
+        config: the target's configuration, as in its config.json.
+        read: ``name -> tensor`` of the target's checkpoint (rows of a shared head, say), None in
+            tests.
+        ops: the bound op table, for layers of the drafter's own, None in tests.
+        dtype: computation dtype name.
     """
 
     model_spec: Any
@@ -30,6 +35,10 @@ class DrafterContext:
     device: torch.device | None = None
     max_drafts: int = 5
     max_sequences: int = 256
+    config: Mapping[str, Any] = field(factory=dict)
+    read: Callable[[str], torch.Tensor] | None = None
+    ops: Any = None
+    dtype: str = "float32"
 
 
 @frozen(kw_only=True)
@@ -40,8 +49,10 @@ class DraftRequest:
         sequence_id: the sequence.
         token_ids: every token known, the newest (the anchor, whose state is not written yet) last.
         temperature: of the request; drafts are drawn with the request's own filters.
-        seed: of the request.
-        limit: most drafts that are of use (tokens left, budget).
+        seed: of this output. The token of position p is drawn with the noise of
+            ``stream_key(seed, p, Purpose.FRESH)``; a drafter that draws its own with the same key
+            (``draw_coupled``) agrees most often under ``coupled`` verification.
+        limit: most drafts that are of use, at least 1.
         params: the request's ``SamplingParams``.
     """
 
@@ -68,10 +79,11 @@ class Draft:
     Attributes:
         token_ids: at most ``limit`` proposals for the positions after the anchor.
         confidences: for each, the estimated probability that it is accepted given that those before
-            it were; same length.
+            it were; same length. The one of a draft may depend on the tokens before it, never on
+            the draft itself: it decides whether the draft is verified.
         distributions: [num_drafts, vocab_size], float32, the filtered distribution each was drawn
-            from; None for deterministic proposals (a point mass on the token). Needed by
-            ``rejection``.
+            from, with randomness that is not the target's own (``Purpose.DRAFT``); None for
+            deterministic proposals (a point mass on the token). Read by ``rejection`` only.
     """
 
     token_ids: tuple[int, ...] = field(default=(), converter=_ids)
@@ -79,21 +91,60 @@ class Draft:
     distributions: torch.Tensor | None = None
 
 
+@frozen(kw_only=True, eq=False)
+class CommittedRows:
+    """Rows of a step whose state is final: prefill, decode and accepted drafts, none else.
+
+    Rows of one sequence are contiguous, in ascending position, and follow those of earlier steps.
+    The first ones of a sequence may begin at a higher position than 0: what lies below came from a
+    cached prefix and is never shown.
+
+    Attributes:
+        sequence_ids: whose rows.
+        query_starts: [num_sequences + 1], int32; rows ``query_starts[i]:query_starts[i+1]`` belong
+            to sequence i.
+        positions: [num_rows], int32.
+        token_ids: [num_rows], int32.
+    """
+
+    sequence_ids: tuple[int, ...]
+    query_starts: Int32
+    positions: Int32
+    token_ids: Int32
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, over all sequences."""
+        return int(self.positions.shape[0])
+
+
 class Drafter(Protocol):
     """A proposer of tokens. Wrong drafts cost time, never correctness.
 
-    ``taps`` names target layers whose output the drafter reads; the core then calls ``observe``
-    with them for every computed row that was committed, prefill included.
+    All calls come from the accelerator's queue, one at a time. A step calls ``observe`` (if the
+    drafter has taps), then ``commit`` for each of its sequences; ``propose`` comes between steps.
+    A drafter that raises loses its drafts of that step, and after a few times its place.
+
+    Attributes:
+        taps: target layers whose output (the residual stream) the drafter reads: "embedding",
+            "layer.0", ...; the core then calls ``observe`` with them for every row that was
+            committed, prefill included.
+        replay_tokens: after a prefix was found in the cache, so many of its last positions are
+            computed again (and not written again) for ``observe``; 0 without taps.
     """
 
     taps: tuple[str, ...]
+    replay_tokens: int
 
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
-        """One ``Draft`` per request, in order; an empty draft is always allowed."""
+        """One ``Draft`` per request, in order; an empty draft is always allowed.
+
+        Every position of a request but its newest token's was committed before.
+        """
         ...
 
-    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
-        """Rows of a step: ``taps[name]`` is [num_tokens, hidden_size] on the device."""
+    def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
+        """Rows of a step: ``taps[name]`` is [num_rows, hidden_size] on the device."""
         ...
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:

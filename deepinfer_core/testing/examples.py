@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_core.batch import Batch
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.constraint import ConstraintContext
-from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
 from deepinfer_core.interfaces.parser import EventKind, ParsedEvent, ParserContext
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ class LookupDrafter:
     """
 
     taps: tuple[str, ...] = ()
+    replay_tokens = 0
 
     def __init__(self, context: DrafterContext) -> None:
         self._most = context.max_drafts
@@ -51,7 +51,7 @@ class LookupDrafter:
         confidences = [0.5 ** (depth + 1) for depth in range(len(drafts))]
         return Draft(token_ids=drafts, confidences=confidences)
 
-    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+    def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Take no note: tokens are all it needs."""
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:

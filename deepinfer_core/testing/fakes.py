@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve
 
-from deepinfer_core.batch import Batch
 from deepinfer_core.errors import ConformanceError
-from deepinfer_core.interfaces.drafter import Draft, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftRequest
 from deepinfer_core.interfaces.observer import Event
 from deepinfer_core.testing.simulation import Arrival, Decision, SimulatedCore, SimulatedRound
 
@@ -98,6 +97,7 @@ class ScriptedDrafter:
         taps: Sequence[str] = (),
     ) -> None:
         self.taps = tuple(taps)
+        self.replay_tokens = 0
         self.requests: list[DraftRequest] = []
         self.committed: dict[int, int] = {}
         self.released: list[int] = []
@@ -137,7 +137,7 @@ class ScriptedDrafter:
             drafts.append(Draft(token_ids=token_ids, confidences=confidences))
         return drafts
 
-    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
+    def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Check that the layers it asked for are there."""
         if set(taps) != set(self.taps):
             raise ConformanceError(f"asked for taps {self.taps}, got {sorted(taps)}")

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from deepinfer_core.batch import Batch
 from deepinfer_core.builtin.configs import JsonlObserverConfig
 from deepinfer_core.components import Slot
 from deepinfer_core.errors import RequestError
-from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
 from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
 from deepinfer_core.testing.contracts.constraint import GRAMMARS
@@ -123,29 +122,34 @@ class TapDrafter:
     """Drafts from layer outputs alone: proposals depend on every row it was shown."""
 
     taps = ("layer.1", "layer.3")
+    replay_tokens = 0
 
     def __init__(self, context: DrafterContext) -> None:
-        self._rows: dict[int, list[float]] = {}
+        self._rows: dict[int, dict[int, float]] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
         for request in requests:
-            rows = self._rows.get(request.sequence_id, [])
-            assert len(rows) == len(request.token_ids) - 1, "rows that were computed are missing"
-            token_ids = [int(abs(sum(rows)) * 1000 + depth) % 64 for depth in range(request.limit)]
+            rows = self._rows.get(request.sequence_id, {})
+            stop = len(request.token_ids) - 1
+            assert list(rows) == list(range(min(rows, default=stop), stop)), "rows are missing"
+            shown = abs(sum(rows.values()))
+            token_ids = [int(shown * 1000 + depth) % 64 for depth in range(request.limit)]
             drafts.append(Draft(token_ids=token_ids, confidences=[0.5] * request.limit))
         return drafts
 
-    def observe(self, batch: Batch, taps: Mapping[str, torch.Tensor]) -> None:
-        rows = self._rows.setdefault(batch.sequence_ids[0], [])
-        assert batch.positions.tolist() == list(range(len(rows), len(rows) + batch.num_tokens))
-        rows += (taps["layer.1"] - taps["layer.3"]).sum(dim=1).tolist()
+    def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
+        known = self._rows.setdefault(rows.sequence_ids[0], {})
+        assert len(taps["layer.1"]) == rows.num_rows
+        values = (taps["layer.1"] - taps["layer.3"]).sum(dim=1).tolist()
+        known.update(zip(rows.positions.tolist(), values, strict=True))
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:
-        del self._rows.get(sequence_id, [])[num_tokens:]
+        for position in [p for p in self._rows.get(sequence_id, {}) if p >= num_tokens]:
+            del self._rows[sequence_id][position]
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        self._rows[child_id] = list(self._rows[parent_id])
+        self._rows[child_id] = dict(self._rows[parent_id])
 
     def release(self, sequence_id: int) -> None:
         self._rows.pop(sequence_id, None)

@@ -107,8 +107,16 @@ class _SortsTheRequests(_Fixed):
 class _DividesByTime(_Fixed):
     """Divides by the time of a step."""
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
+    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
         self.rate = num_tokens / step_ms
+
+
+class _NeedsConfidences(_Fixed):
+    """Counts drafts by their confidences."""
+
+    def total(self, requests: Requests, num_other_tokens: int, limit: int) -> int:
+        counted = sum(len(request.confidences) for request in requests)
+        return min(counted, super().total(requests, num_other_tokens, limit))
 
 
 class _RollsDice(_Fixed):
@@ -146,6 +154,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "mixes up places": (_MixesUpPlaces, "test_split_follows_a_request_not_its_place"),
     "sorts the caller's list": (_SortsTheRequests, "test_requests_are_left_alone"),
     "divides by time": (_DividesByTime, "test_observing_disturbs_nothing"),
+    "needs confidences": (_NeedsConfidences, "test_total_may_be_asked_without_drafts"),
     "rolls dice": (_RollsDice, "test_decisions_can_be_replayed"),
     "tires": (_Tires, "test_asking_changes_nothing"),
 }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from attrs import evolve
 
-from deepinfer_core.interfaces.drafter import Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
 from deepinfer_core.testing.examples import LookupDrafter
 
 
@@ -126,6 +127,29 @@ class _KeepsTheList(LookupDrafter):
         return super()._draft(request)
 
 
+class _ExpectsEveryPosition(LookupDrafter):
+    """Takes it that the first rows of a sequence are its first positions."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self._shown: dict[int, int] = {}
+
+    def observe(self, rows: CommittedRows, taps: Mapping[str, Any]) -> None:
+        for sequence_id, count in zip(rows.sequence_ids, np.diff(rows.query_starts), strict=True):
+            shown = self._shown.setdefault(sequence_id, 0)
+            if rows.positions[0] != shown:
+                raise KeyError(shown)
+            self._shown[sequence_id] += int(count)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        super().fork(parent_id, child_id)
+        self._shown[child_id] = self._shown.get(parent_id, 0)
+
+    def release(self, sequence_id: int) -> None:
+        super().release(sequence_id)
+        self._shown.pop(sequence_id, None)
+
+
 class _OutOfVocabulary(LookupDrafter):
     """Counts ids from 1."""
 
@@ -158,5 +182,9 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rolls dice": (_RollsDice, "test_drafts_can_be_replayed"),
     "keeps the caller's list": (_KeepsTheList, "test_requests_are_left_alone"),
     "out of the vocabulary": (_OutOfVocabulary, "test_tokens_are_in_the_vocabulary"),
+    "expects every position": (
+        _ExpectsEveryPosition,
+        "test_a_sequence_may_begin_in_the_middle",
+    ),
     "wants strange taps": (_WantsStrangeTaps, "test_taps_are_layers_of_the_target"),
 }

@@ -109,6 +109,13 @@ class BudgetContract(Contract):
                         expected = one.total(requests, others, limit)
                         assert other.total(changed, others, limit) == expected
 
+    def test_total_may_be_asked_without_drafts(self) -> None:
+        """While drafting is suspended there are counts and a history, and no confidences."""
+        for budget in self.budgets():
+            for requests, others, limit in self.cases():
+                asked = [evolve(request, confidences=()) for request in requests]
+                assert budget.total(asked, others, limit) == budget.total(requests, others, limit)
+
     # ------------------------------------------------------------------ split
 
     def test_split_answers_each_request(self) -> None:
@@ -158,6 +165,7 @@ class BudgetContract(Contract):
             for requests, others, limit in self.cases():
                 for tokens, milliseconds in ((0, 0.0), (1, 1e-9), (8192, 1e9), (3, 12.5)):
                     budget.observe(tokens, milliseconds)
+                    budget.observe(tokens, 5.0, milliseconds)
                 total = budget.total(requests, others, limit)
                 assert 0 <= total <= limit
                 assert sum(budget.split(requests, total)) <= total

@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deepinfer_core.batch import Batch
 from deepinfer_core.components import Slot
-from deepinfer_core.interfaces.drafter import Draft, Drafter, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    CommittedRows,
+    Draft,
+    Drafter,
+    DrafterContext,
+    DraftRequest,
+)
 from deepinfer_core.interfaces.model import ModelSpec
 from deepinfer_core.testing.contracts.base import Contract
 
@@ -108,30 +113,21 @@ class PlayedSequence:
         """Tell the drafter that everything but the newest token is computed and final."""
         stop = len(self.tokens) - 1
         if stop > self.computed:
-            batch = rows(self.sequence_id, self.tokens, self.computed, stop)
+            found = rows(self.sequence_id, self.tokens, self.computed, stop)
             self.drafter.observe(
-                batch, tap_values(self.drafter.taps, self.tokens, self.computed, stop)
+                found, tap_values(self.drafter.taps, self.tokens, self.computed, stop)
             )
         self.computed = stop
         self.drafter.commit(self.sequence_id, stop)
 
 
-def rows(sequence_id: int, tokens: Sequence[int], start: int, stop: int) -> Batch:
+def rows(sequence_id: int, tokens: Sequence[int], start: int, stop: int) -> CommittedRows:
     """Return a step that computed some positions of one sequence."""
-    count = stop - start
-    return Batch(
-        step=stop,
+    return CommittedRows(
         sequence_ids=(sequence_id,),
-        token_ids=np.asarray(tokens[start:stop], np.int32),
-        token_sources=np.full(count, -1, np.int32),
+        query_starts=np.asarray([0, stop - start], np.int32),
         positions=np.arange(start, stop, dtype=np.int32),
-        query_starts=np.asarray([0, count], np.int32),
-        context_lengths=np.asarray([stop], np.int32),
-        num_drafts=np.zeros(1, np.int32),
-        logit_rows=np.asarray([count - 1], np.int32),
-        logit_sequences=np.zeros(1, np.int32),
-        keep_from=np.zeros(1, np.int32),
-        groups=(),
+        token_ids=np.asarray(tokens[start:stop], np.int32),
     )
 
 
@@ -239,11 +235,26 @@ class DrafterContract(Contract):
             assert all(float(masses[i, token]) > 0 for i, token in enumerate(draft.token_ids))
 
     def test_taps_are_layers_of_the_target(self) -> None:
-        """``taps`` is a tuple of names like "layer.3"."""
-        taps = self.drafter().taps
+        """``taps`` is a tuple of names like "layer.3" or "embedding", ``replay_tokens`` a count."""
+        drafter = self.drafter()
+        taps = drafter.taps
         layers = self.context().model_spec.num_layers
         assert isinstance(taps, tuple)
-        assert set(taps) <= {f"layer.{index}" for index in range(layers)}, taps
+        assert set(taps) <= {"embedding", *(f"layer.{index}" for index in range(layers))}, taps
+        assert drafter.replay_tokens >= 0
+        assert taps or drafter.replay_tokens == 0, "nothing would be shown of replayed rows"
+
+    def test_a_sequence_may_begin_in_the_middle(self) -> None:
+        """What came from a cached prefix is never observed; drafts go on without it."""
+        tokens: list[int] = []
+        while len(tokens) < 12:
+            tokens.append(target_token(3, tokens))
+        for shown_from in (4, 11):
+            drafter = self.drafter()
+            played = PlayedSequence(drafter, 1, tokens, computed=shown_from)
+            for draft in played.steps(6):
+                assert len(draft.token_ids) <= 4
+            drafter.release(1)
 
     # ------------------------------------------------------------------ whose state it is
 

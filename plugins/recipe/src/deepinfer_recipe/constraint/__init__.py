@@ -1,0 +1,1 @@
+"""Structured output: grammars compiled by xgrammar into masks over the vocabulary."""

@@ -1,0 +1,164 @@
+"""What may be compiled: sources are checked, measured and brought into one form.
+
+A source becomes a `Source`: a method of xgrammar's compiler with its arguments, and a key under
+which the result is cached. Nothing here imports xgrammar.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from deepinfer_core.errors import RequestError
+from deepinfer_recipe.constraint.config import XgrammarConfig
+from deepinfer_recipe.constraint.tool_tags import tool_tag
+
+ANY_OBJECT = {"type": "object"}
+
+
+@frozen(kw_only=True)
+class Source:
+    """Something to compile.
+
+    Attributes:
+        method: of ``xgrammar.GrammarCompiler``.
+        argument: its first argument.
+        options: its keyword arguments.
+        key: equal for equal sources.
+    """
+
+    method: str
+    argument: Any
+    options: Mapping[str, Any]
+    key: str
+
+
+def read_source(kind: str, source: Any, config: XgrammarConfig) -> Source:
+    """Check a source and bring it into one form.
+
+    Args:
+        kind: one of ``KINDS``.
+        source: what the kind wants, see the plugin's README.
+        config: limits.
+
+    Raises:
+        RequestError: the kind is unknown, or the source is not of its form or too large.
+    """
+    if kind not in KINDS:
+        raise RequestError(f"unknown kind of constraint {kind!r}; known: {', '.join(KINDS)}")
+    text = source if isinstance(source, str) else _json(kind, source, config)
+    if (size := len(text.encode("utf-8", "surrogatepass"))) > config.max_source_bytes:
+        raise RequestError(
+            f"the {kind} has {size} bytes; at most {config.max_source_bytes} are allowed here"
+        )
+    method, argument, options = KINDS[kind](source, text, config)
+    return Source(
+        method=method, argument=argument, options=options, key=f"{kind}:{type(source) is str}:{text}"
+    )
+
+
+def _json(kind: str, source: Any, config: XgrammarConfig) -> str:
+    _check_depth(kind, source, config.max_depth)
+    try:
+        return json.dumps(source, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"the {kind} is not JSON: {error}") from error
+
+
+def _check_depth(kind: str, source: Any, max_depth: int) -> None:
+    """Walk without recursion: a hostile source may be deeper than Python's stack."""
+    level, depth = [source], 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise RequestError(f"the {kind} is nested deeper than {max_depth} levels")
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += item.values()
+            elif isinstance(item, list | tuple):
+                below += item
+        level = below
+
+
+# --------------------------------------------------------------------------------- kinds
+
+Compiled = tuple[str, Any, Mapping[str, Any]]
+
+
+def _json_schema(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    if isinstance(source, str):
+        try:
+            source = json.loads(source)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the json_schema is not JSON: {error}") from error
+        _check_depth("json_schema", source, config.max_depth)
+    if not isinstance(source, Mapping | bool):
+        raise RequestError(f"a json_schema must be an object, not {type(source).__name__}")
+    if isinstance(source, Mapping) and not source:
+        source = True  # an empty schema allows every value
+    options = {"any_whitespace": True, "max_whitespace_cnt": config.max_whitespace}
+    return "compile_json_schema", json.dumps(source, ensure_ascii=False), options
+
+
+def _json_object(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    if source not in (None, True, {}, ""):
+        raise RequestError("json_object takes no source; json_schema does")
+    return _json_schema(ANY_OBJECT, text, config)
+
+
+def _regex(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    return "compile_regex", _string("regex", source), {}
+
+
+def _ebnf(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    return "compile_grammar", _string("ebnf", source), {}
+
+
+def _choice(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    good = (
+        isinstance(source, Sequence)
+        and not isinstance(source, str | bytes)
+        and len(source) > 0
+        and all(isinstance(item, str) and item for item in source)
+    )
+    if not good:
+        raise RequestError("a choice must be a list of strings, none of them empty")
+    options = [{"type": "const_string", "value": item} for item in dict.fromkeys(source)]
+    chosen = options[0] if len(options) == 1 else {"type": "or", "elements": options}
+    return _structural({"type": "structural_tag", "format": chosen})
+
+
+def _structural_tag(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    if not isinstance(source, Mapping):
+        raise RequestError(f"a structural_tag must be an object, not {type(source).__name__}")
+    return _structural(source)
+
+
+def _tool_calls(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    return _structural(tool_tag(source, max_whitespace=config.max_whitespace))
+
+
+def _structural(tag: Mapping[str, Any]) -> Compiled:
+    return "compile_structural_tag", json.dumps(tag, ensure_ascii=False), {}
+
+
+def _string(kind: str, source: Any) -> str:
+    if not isinstance(source, str) or not source:
+        raise RequestError(f"the {kind} must be a string that is not empty, not {source!r:.60}")
+    return source
+
+
+KINDS: Mapping[str, Callable[[Any, str, XgrammarConfig], Compiled]] = {
+    "json_schema": _json_schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+    "tool_calls": _tool_calls,
+}
+"""Kind -> what reads its source."""

@@ -1,0 +1,267 @@
+"""What the xgrammar constraint compiles, refuses and limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("xgrammar")
+
+from deepinfer_core.errors import RequestError
+from deepinfer_core.testing.contracts.constraint import (
+    EOS,
+    VOCAB_SIZE,
+    ConstraintContext,
+    token_text,
+)
+from deepinfer_recipe.constraint.compiler import XgrammarConstraint
+from deepinfer_recipe.constraint.config import XgrammarConfig
+from deepinfer_recipe.constraint.tool_tags import FORMATS
+
+CONTEXT = ConstraintContext(vocab_size=VOCAB_SIZE, token_text=token_text, eos_token_ids=(EOS,))
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+
+
+def constraint(**limits: Any) -> XgrammarConstraint:
+    return XgrammarConstraint(XgrammarConfig(**limits), CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def shared() -> XgrammarConstraint:
+    return constraint()
+
+
+def accepts(compiler: XgrammarConstraint, kind: str, source: Any, text: str) -> bool:
+    matcher = compiler.compile(kind, source)
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(EOS)
+
+
+NESTED = {
+    "$defs": {
+        "Point": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "label": {"type": "string", "minLength": 2}},
+            "required": ["x", "label"],
+            "additionalProperties": False,
+        }
+    },
+    "type": "object",
+    "properties": {
+        "origin": {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]},
+        "level": {"type": "integer", "enum": [1, 2]},
+        "when": {"type": "string", "format": "date-time"},
+    },
+    "required": ["origin", "level", "when"],
+    "additionalProperties": False,
+}
+"""What pydantic makes of an optional nested model, an integer enum and a datetime."""
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ({"origin": None, "level": 1, "when": "2026-01-02T03:04:05Z"}, True),
+        ({"origin": {"x": 1.5, "label": "ab"}, "level": 2, "when": "2026-01-02T03:04:05Z"}, True),
+        ({"origin": {"x": 1.5, "label": "a"}, "level": 2, "when": "2026-01-02T03:04:05Z"}, False),
+        ({"origin": None, "level": 99, "when": "2026-01-02T03:04:05Z"}, False),
+        ({"origin": None, "level": 1, "when": "tomorrow"}, False),
+        ({"origin": None, "level": 1}, False),
+    ],
+)
+def test_schema_of_a_nested_model_is_kept_whole(
+    shared: XgrammarConstraint, value: Any, good: bool
+) -> None:
+    for indent in (None, 4):
+        assert accepts(shared, "json_schema", NESTED, json.dumps(value, indent=indent)) is good
+
+
+def test_a_schema_may_come_as_text(shared: XgrammarConstraint) -> None:
+    assert accepts(shared, "json_schema", json.dumps({"type": "integer"}), "12")
+    assert not accepts(shared, "json_schema", json.dumps({"type": "integer"}), "x")
+
+
+def test_an_empty_schema_allows_every_value(shared: XgrammarConstraint) -> None:
+    for text in ('{"a": [1, null]}', "3", '"x"'):
+        assert accepts(shared, "json_schema", {}, text)
+
+
+def test_json_object_is_any_object_and_nothing_else(shared: XgrammarConstraint) -> None:
+    assert accepts(shared, "json_object", None, '{"a": {"b": [1, "x", null]}}')
+    assert not accepts(shared, "json_object", None, "[1]")
+
+
+def test_whitespace_cannot_go_on_forever(shared: XgrammarConstraint) -> None:
+    assert not accepts(shared, "json_object", None, '{"a":' + " " * 200 + "1}")
+
+
+def test_choices_are_taken_literally(shared: XgrammarConstraint) -> None:
+    choices = ['say "no"', "a|b", "back\\slash", "line\nbreak", "日本"]
+    for text in choices:
+        assert accepts(shared, "choice", choices, text)
+    assert not accepts(shared, "choice", choices, "a")
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
+    "qwen": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
+    "llama": '{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}]',
+    "deepseek_v4": (
+        '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    ),
+    "deepseek_v4_1": (
+        '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n'
+        '<｜DSML｜ parameter name="city" string="true">Oslo</｜DSML｜ parameter>\n'
+        '<｜DSML｜ parameter name="days" string="false">2</｜DSML｜ parameter>\n'
+        "</｜DSML｜ invoke>\n</｜DSML｜ calls>"
+    ),
+}
+
+
+@pytest.mark.parametrize("markup", FORMATS)
+def test_required_tools_are_held_to_their_schemas(shared: XgrammarConstraint, markup: str) -> None:
+    source = {"format": markup, "tools": [WEATHER, TIME], "tool_choice": "required"}
+    assert accepts(shared, "tool_calls", source, CALLS[markup])
+    assert not accepts(shared, "tool_calls", source, "Hello")
+    assert not accepts(shared, "tool_calls", source, CALLS[markup].replace("2", '"two"'))
+    assert not accepts(shared, "tool_calls", source, CALLS[markup].replace("weather", "rain"))
+
+
+@pytest.mark.parametrize("markup", FORMATS)
+def test_with_auto_the_model_may_just_answer(shared: XgrammarConstraint, markup: str) -> None:
+    source = {"format": markup, "tools": [WEATHER, TIME], "tool_choice": "auto"}
+    assert accepts(shared, "tool_calls", source, "Hello there")
+    assert accepts(shared, "tool_calls", source, CALLS[markup])
+
+
+@pytest.mark.parametrize("markup", FORMATS)
+def test_a_named_tool_is_the_only_one(shared: XgrammarConstraint, markup: str) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    source = {"format": markup, "tools": [WEATHER, TIME], "tool_choice": named}
+    assert not accepts(shared, "tool_calls", source, CALLS[markup])
+
+
+@pytest.mark.parametrize("markup", ["hermes", "mistral"])
+def test_parallel_calls_can_be_forbidden(shared: XgrammarConstraint, markup: str) -> None:
+    call = CALLS[markup]
+    twice = f"{call}\n{call}" if markup == "hermes" else f"{call[:-1]}, {call[13:]}"
+    source = {"format": markup, "tools": [WEATHER], "tool_choice": "required"}
+    assert accepts(shared, "tool_calls", source, twice)
+    assert not accepts(shared, "tool_calls", {**source, "parallel_tool_calls": False}, twice)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        5,
+        {},
+        {"format": "morse", "tools": [WEATHER]},
+        {"format": "hermes", "tools": []},
+        {"format": "hermes", "tools": [{}]},
+        {"format": "mistral", "tools": [{}]},
+        {"format": "hermes", "tools": [WEATHER], "tool_choice": "perhaps"},
+        {"format": "mistral", "tools": [WEATHER], "tool_choice": "perhaps"},
+        {
+            "format": "mistral",
+            "tools": [WEATHER],
+            "tool_choice": {"type": "function", "function": {"name": "x"}},
+        },
+        {"format": "hermes", "tools": [WEATHER], "choices": "auto"},
+    ],
+)
+def test_bad_tool_calls_are_refused(shared: XgrammarConstraint, source: Any) -> None:
+    with pytest.raises(RequestError):
+        shared.compile("tool_calls", source)
+
+
+# ------------------------------------------------------------------------------------ limits
+
+
+def test_large_sources_are_refused_by_size() -> None:
+    with pytest.raises(RequestError, match="bytes"):
+        constraint(max_source_bytes=100).compile("regex", "a" * 101)
+
+
+def test_deep_sources_are_refused_however_deep() -> None:
+    deep: Any = True
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(RequestError, match="nested deeper"):
+        constraint().compile("json_schema", deep)
+
+
+def test_large_results_are_refused() -> None:
+    with pytest.raises(RequestError, match="compiles to"):
+        constraint(max_compiled_bytes=10).compile("regex", "[a-z]+")
+
+
+def test_slow_sources_are_refused_in_time() -> None:
+    slow = constraint(compile_timeout_s=0.001)
+    with pytest.raises(RequestError, match="takes longer than"):
+        slow.compile("regex", "[a-z]{1,100000}")
+
+
+def test_no_more_than_so_many_are_compiled_at_once() -> None:
+    busy = constraint(compile_timeout_s=0.001, max_compiling=1)
+    with pytest.raises(RequestError):
+        busy.compile("regex", "[a-z]{1,100000}")
+    with pytest.raises(RequestError, match="being compiled already"):
+        busy.compile("regex", "[a-z]{1,99999}")
+
+
+def test_messages_tell_the_cause_and_nothing_of_the_compiler() -> None:
+    with pytest.raises(RequestError) as caught:
+        constraint().compile("regex", "(")
+    assert "parenthesis" in str(caught.value)
+    assert ".cc" not in str(caught.value)
+
+
+def test_equal_sources_are_compiled_once(shared: XgrammarConstraint) -> None:
+    compiler = constraint()
+    compiler.compile("regex", "[ab]+")
+    kept = dict(compiler._kept)
+    compiler.compile("regex", "[ab]+")
+    assert dict(compiler._kept) == kept
+    assert len(kept) == 1
+    compiler.compile("ebnf", 'root ::= "[ab]+"')
+    assert len(compiler._kept) == 2
+
+
+def test_the_cache_is_bounded() -> None:
+    compiler = constraint(cache_bytes=1)
+    compiler.compile("regex", "[ab]+")
+    assert not compiler._kept
+
+
+def test_many_threads_may_compile() -> None:
+    compiler = constraint(max_compiling=64)
+    results: list[bool] = []
+
+    def work(number: int) -> None:
+        matcher = compiler.compile("regex", f"x{{{number + 1}}}")
+        results.append(all(matcher.accept(ord("x")) for _ in range(number + 1)))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 16

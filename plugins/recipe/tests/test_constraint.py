@@ -11,12 +11,8 @@ import pytest
 pytest.importorskip("xgrammar")
 
 from deepinfer_core.errors import RequestError
-from deepinfer_core.testing.contracts.constraint import (
-    EOS,
-    VOCAB_SIZE,
-    ConstraintContext,
-    token_text,
-)
+from deepinfer_core.interfaces.constraint import ConstraintContext
+from deepinfer_core.testing.contracts.constraint import EOS, VOCAB_SIZE, token_text
 from deepinfer_recipe.constraint.compiler import XgrammarConstraint
 from deepinfer_recipe.constraint.config import XgrammarConfig
 from deepinfer_recipe.constraint.tool_tags import FORMATS
@@ -116,9 +112,10 @@ def test_choices_are_taken_literally(shared: XgrammarConstraint) -> None:
     assert not accepts(shared, "choice", choices, "a")
 
 
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
 CALLS = {
-    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
-    "qwen": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>',
+    "hermes": HERMES,
+    "qwen": HERMES,
     "llama": '{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}]',
     "deepseek_v4": (

@@ -85,7 +85,9 @@ class XgrammarConstraint:
 
         def work() -> None:
             try:
-                future.set_result(getattr(compiler, source.method)(source.argument, **source.options))
+                future.set_result(
+                    getattr(compiler, source.method)(source.argument, **source.options)
+                )
             except Exception as error:
                 future.set_exception(error)
             finally:

@@ -56,7 +56,10 @@ def read_source(kind: str, source: Any, config: XgrammarConfig) -> Source:
         )
     method, argument, options = KINDS[kind](source, text, config)
     return Source(
-        method=method, argument=argument, options=options, key=f"{kind}:{type(source) is str}:{text}"
+        method=method,
+        argument=argument,
+        options=options,
+        key=f"{kind}:{type(source) is str}:{text}",
     )
 
 

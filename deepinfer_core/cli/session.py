@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -48,20 +49,39 @@ def open_session(engine_args: EngineArgs) -> Iterator[Session]:
 
     SIGTERM ends the block like Ctrl-C does: running requests are ended, the engine is closed.
     """
-    from deepinfer_core.engine.engine import Engine
-    from deepinfer_core.engine.llm import LLM
-
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             # What a terminal cannot show, or cannot say, must not end a run.
             stream.reconfigure(errors="replace")
-    config, host = engine_args.open()
-    path = locate(config.model)
     with terminating():
-        # The environment was read by `open`, once.
-        engine = Engine.from_config(attrs.evolve(config, model=str(path)), environ={}, host=host)
+        with starting():
+            from deepinfer_core.engine.engine import Engine
+            from deepinfer_core.engine.llm import LLM
+
+            config, host = engine_args.open()
+            path = locate(config.model)
+            # The environment was read by `open`, once.
+            engine = Engine.from_config(
+                attrs.evolve(config, model=str(path)), environ={}, host=host
+            )
         with LLM.over(engine) as llm:
             yield Session(llm=llm, model=config.model)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Collect no garbage meanwhile, and never look at what is alive then again.
+
+    Imports and weights make a million objects that stay; looking through them for garbage takes
+    longer than anything else of the start but torch's import, and a collection in mid-stream would
+    do it again.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def locate(model: str, *, offline: bool = False) -> Path:

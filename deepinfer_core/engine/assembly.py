@@ -270,7 +270,14 @@ class _Builder:
         self, spec: ModelSpec, num_pages: tuple[int, ...], storages: Items[GroupStorage]
     ) -> Any:
         namespace = _namespace(self._found, spec)
-        store = self._part(Slot.KV_STORE, KvStoreContext(namespace=namespace, clock=time.time))
+        labels = {
+            "model": self._config.model,
+            "dtype": spec.groups[0].dtype,
+            "page_size": str(self._options.page_size),
+        }
+        store = self._part(
+            Slot.KV_STORE, KvStoreContext(namespace=namespace, clock=time.time, labels=labels)
+        )
         if store is not None:
             self._undo.append(store.close)
         return self._part(

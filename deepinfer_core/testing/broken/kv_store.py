@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from deepinfer_core.interfaces.kv_store import KvStoreContext, StoredPage
+from attrs import evolve, frozen
+
+from deepinfer_core.interfaces.kv_store import KvStoreContext, PageState, PageStatus, StoredPage
 from deepinfer_core.testing.contracts.base import Factory
+
+
+@frozen
+class _Kept:
+    page: StoredPage
+    expires_at_s: float | None
 
 
 class MemoryStore:
@@ -23,27 +31,34 @@ class MemoryStore:
     def __init__(self, context: KvStoreContext, capacity_bytes: int = 1 << 20) -> None:
         self._clock = context.clock
         self._capacity = capacity_bytes
-        self._pages: dict[bytes, tuple[StoredPage, float | None]] = {}
+        self._pages: dict[bytes, _Kept] = {}
         self._lock = threading.RLock()
         self._closed = False
 
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        """Keep a page if there is room."""
+    def put(
+        self,
+        key: bytes,
+        page: StoredPage,
+        *,
+        expires_at_s: float | None = None,
+        retain_until_s: float | None = None,
+    ) -> bool:
+        """Keep a page if there is room; nothing is evicted, so all are retained."""
         with self._lock:
             self.delete(key)
             if self._closed or self.size_bytes() + len(page.data) > self._capacity:
                 return False
-            self._pages[key] = page, expires_at_s
+            page = evolve(page, data=bytes(page.data), tier=self.tier)
+            self._pages[key] = _Kept(page, expires_at_s)
             return True
 
     def get(self, key: bytes) -> StoredPage | None:
         """The page, or None."""
         with self._lock:
-            page, expires_at_s = self._pages.get(key, (None, None))
-            if expires_at_s is not None and self._clock() >= expires_at_s:
-                self.delete(key)
+            kept = self._pages.get(key)
+            if kept is None or self._expired(kept):
                 return None
-            return page
+            return kept.page
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """How many leading keys are present."""
@@ -55,12 +70,34 @@ class MemoryStore:
     def delete(self, key: bytes) -> bool:
         """Drop a page."""
         with self._lock:
-            return self._pages.pop(key, None) is not None
+            there = self.get(key) is not None
+            self._pages.pop(key, None)
+            return there
+
+    def explain(self, key: bytes, content: bytes = b"") -> PageStatus:
+        """What is known of a key; what was deleted is forgotten."""
+        with self._lock:
+            kept = self._pages.get(key)
+            if kept is None:
+                return PageStatus(tier=self.tier)
+            state = PageState.EXPIRED if self._expired(kept) else PageState.PRESENT
+            return PageStatus(state=state, tier=self.tier)
+
+    def maintain(self) -> None:
+        """Drop what expired."""
+        with self._lock:
+            self._pages = {
+                key: kept for key, kept in self._pages.items() if not self._expired(kept)
+            }
 
     def size_bytes(self) -> int:
         """Bytes of data."""
         with self._lock:
-            return sum(len(page.data) for page, _ in self._pages.values())
+            return sum(len(kept.page.data) for kept in self._pages.values())
+
+    def stats(self) -> dict[str, float]:
+        """Nothing fails here."""
+        return {"errors": 0, "pages": len(self._pages)}
 
     def close(self) -> None:
         """Forget everything."""
@@ -68,10 +105,13 @@ class MemoryStore:
             self._closed = True
             self._pages.clear()
 
+    def _expired(self, kept: _Kept) -> bool:
+        return kept.expires_at_s is not None and self._clock() >= kept.expires_at_s
+
 
 class _ShortKeys(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        return super().put(key[:-1], page, expires_at_s=expires_at_s)
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        return super().put(key[:-1], page, **times)
 
     def get(self, key: bytes) -> StoredPage | None:
         return super().get(key[:-1])
@@ -81,8 +121,8 @@ class _ShortKeys(MemoryStore):
 
 
 class _TextKeys(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        return super().put(key.strip(), page, expires_at_s=expires_at_s)
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        return super().put(key.strip(), page, **times)
 
 
 class _ForgetsProvenance(MemoryStore):
@@ -98,19 +138,75 @@ class _TruncatesData(MemoryStore):
 
 
 class _FirstPutStays(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        return self.get(key) is not None or super().put(key, page, expires_at_s=expires_at_s)
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        return self.get(key) is not None or super().put(key, page, **times)
 
 
 class _IgnoresExpiry(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
         return super().put(key, page)
 
 
+class _RetainPostponesExpiry(MemoryStore):
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        wanted = [time for time in times.values() if time is not None]
+        return super().put(key, page, expires_at_s=max(wanted, default=None))
+
+
+class _KeepsTheMemory(MemoryStore):
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        kept = super().put(key, page, **times)
+        if kept:
+            self._pages[key] = evolve(self._pages[key], page=page)
+        return kept
+
+
+class _MaintenanceDropsAll(MemoryStore):
+    def maintain(self) -> None:
+        self._pages.clear()
+
+
+class _NeverMaintained(MemoryStore):
+    def maintain(self) -> None:
+        """Let what expired lie."""
+
+
+class _BlamesEviction(MemoryStore):
+    def explain(self, key: bytes, content: bytes = b"") -> PageStatus:
+        found = super().explain(key)
+        if found.state is PageState.UNKNOWN and not self._closed:
+            return PageStatus(state=PageState.EVICTED)
+        return found
+
+
+class _SaysPresent(MemoryStore):
+    def explain(self, key: bytes, content: bytes = b"") -> PageStatus:
+        return PageStatus(state=PageState.PRESENT)
+
+
+class _ForgetsTheTier(MemoryStore):
+    def get(self, key: bytes) -> StoredPage | None:
+        page = super().get(key)
+        return page and evolve(page, tier="")
+
+
+class _MissesAreErrors(MemoryStore):
+    _misses = 0
+
+    def get(self, key: bytes) -> StoredPage | None:
+        page = super().get(key)
+        self._misses += page is None
+        return page
+
+    def stats(self) -> dict[str, float]:
+        return {"errors": self._misses}
+
+
 class _ExpiryIsAnInterval(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        seconds = None if expires_at_s is None else expires_at_s % 3600
-        return super().put(key, page, expires_at_s=seconds)
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        if times.get("expires_at_s") is not None:
+            times["expires_at_s"] %= 3600
+        return super().put(key, page, **times)
 
 
 class _ContainsCountsAll(MemoryStore):
@@ -140,17 +236,17 @@ class _DeleteDoesNothing(MemoryStore):
 class _SizeOnlyGrows(MemoryStore):
     _put_bytes = 0
 
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
         self._put_bytes += len(page.data)
-        return super().put(key, page, expires_at_s=expires_at_s)
+        return super().put(key, page, **times)
 
     def size_bytes(self) -> int:
         return self._put_bytes
 
 
 class _RaisesWhenFull(MemoryStore):
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
-        if not super().put(key, page, expires_at_s=expires_at_s):
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        if not super().put(key, page, **times):
             raise OSError("no space left")
         return True
 
@@ -163,7 +259,7 @@ class _RaisesWhenClosed(MemoryStore):
 
 
 class _OneNamespace(MemoryStore):
-    _shared: ClassVar[dict[bytes, tuple[StoredPage, float | None]]] = {}
+    _shared: ClassVar[dict[bytes, _Kept]] = {}
 
     def __init__(self, context: KvStoreContext) -> None:
         super().__init__(context)
@@ -173,7 +269,7 @@ class _OneNamespace(MemoryStore):
 class _TornPages(MemoryStore):
     """Keeps the halves of a page under two locks."""
 
-    def put(self, key: bytes, page: StoredPage, *, expires_at_s: float | None = None) -> bool:
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
         half = len(page.data) // 2
         first = super().put(key + b"1", StoredPage(data=page.data[:half], exact=page.exact))
         threading.Event().wait(0.0005)
@@ -183,7 +279,7 @@ class _TornPages(MemoryStore):
         first, second = super().get(key + b"1"), super().get(key + b"2")
         if first is None or second is None:
             return None
-        return StoredPage(data=first.data + second.data, exact=first.exact)
+        return StoredPage(data=bytes(first.data) + bytes(second.data), exact=first.exact)
 
     def delete(self, key: bytes) -> bool:
         return super().delete(key + b"1") and super().delete(key + b"2")
@@ -212,6 +308,20 @@ BROKEN: dict[str, tuple[Factory, str]] = {
         _made(_ExpiryIsAnInterval),
         "test_an_expired_page_is_gone",
     ),
+    "retaining postpones expiry": (
+        _made(_RetainPostponesExpiry),
+        "test_retaining_does_not_postpone_expiry",
+    ),
+    "the caller's memory is kept": (_made(_KeepsTheMemory), "test_a_put_page_is_copied"),
+    "maintenance drops all": (
+        _made(_MaintenanceDropsAll),
+        "test_maintaining_keeps_what_is_there",
+    ),
+    "nothing is ever removed": (_made(_NeverMaintained), "test_maintaining_keeps_what_is_there"),
+    "eviction is blamed": (_made(_BlamesEviction), "test_explanations_agree_with_get"),
+    "says present of all": (_made(_SaysPresent), "test_explanations_agree_with_get"),
+    "the tier is forgotten": (_made(_ForgetsTheTier), "test_it_names_its_tier"),
+    "misses are errors": (_made(_MissesAreErrors), "test_it_counts_its_errors"),
     "contains counts beyond a gap": (
         _made(_ContainsCountsAll),
         "test_contains_counts_leading_keys",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from random import Random
@@ -9,7 +10,7 @@ from random import Random
 from attrs import define
 
 from deepinfer_core.components import Slot
-from deepinfer_core.interfaces.kv_store import KvStore, KvStoreContext, StoredPage
+from deepinfer_core.interfaces.kv_store import KvStore, KvStoreContext, PageState, StoredPage
 from deepinfer_core.testing.contracts.base import Contract
 
 NAMESPACE = "test-namespace"
@@ -94,6 +95,21 @@ class KvStoreContract(Contract):
         finally:
             store.close()
 
+    def test_a_put_page_is_copied(self) -> None:
+        """Whoever put a page may use its memory again, and whoever got it cannot change it."""
+        store = self.store()
+        try:
+            memory = bytearray(page_of(1).data)
+            assert store.put(key_of(1), StoredPage(data=memoryview(memory)))
+            memory[:] = bytes(len(memory))
+            found = store.get(key_of(1))
+            assert found == page_of(1), "the page changed with the memory it was put from"
+            with contextlib.suppress(TypeError):
+                memoryview(found.data)[:4] = b"evil"
+            assert store.get(key_of(1)) == page_of(1), "a page was changed from outside"
+        finally:
+            store.close()
+
     def test_a_deleted_page_is_gone(self) -> None:
         """``delete`` says whether the page was there, and it is not there afterwards."""
         store = self.store()
@@ -136,6 +152,75 @@ class KvStoreContract(Contract):
             assert store.get(key_of(2)) == page_of(2), "it has most of two hours left"
         finally:
             store.close()
+
+    def test_retaining_does_not_postpone_expiry(self) -> None:
+        """``retain_until_s`` protects from eviction only: an expired page is gone all the same."""
+        clock = _Clock()
+        store = self.store(clock)
+        try:
+            later = clock.now_s + 7200
+            store.put(key_of(1), page_of(1), expires_at_s=clock.now_s + 60, retain_until_s=later)
+            assert store.get(key_of(1)) == page_of(1)
+            clock.now_s += 61
+            assert store.get(key_of(1)) is None
+        finally:
+            store.close()
+
+    def test_maintaining_keeps_what_is_there(self) -> None:
+        """``maintain`` may be called at any time: it drops what expired and nothing else."""
+        clock = _Clock()
+        store = self.store(clock)
+        try:
+            empty = store.size_bytes()
+            store.maintain()
+            store.put(key_of(1), page_of(1), expires_at_s=clock.now_s + 60)
+            store.put(key_of(2), page_of(2), expires_at_s=clock.now_s + 86_400)
+            store.maintain()
+            assert store.get(key_of(1)) == page_of(1)
+            clock.now_s += 7200
+            store.maintain()
+            assert store.contains([key_of(1)]) == 0
+            assert store.get(key_of(2)) == page_of(2), "maintenance dropped a live page"
+            store.delete(key_of(2))
+            store.maintain()
+            assert store.size_bytes() == empty, "an expired page still counts"
+        finally:
+            store.close()
+
+    def test_explanations_agree_with_get(self) -> None:
+        """``explain`` says "present" exactly where ``get`` finds a page, and blames no live key."""
+        clock = _Clock()
+        store = self.store(clock)
+        try:
+            content = key_of("tokens")[:16]
+            page = StoredPage(data=b"some", content=content)
+            store.put(key_of(1), page, expires_at_s=clock.now_s + 60)
+            assert store.explain(key_of(1)).state is PageState.PRESENT
+            assert store.explain(key_of(2)).state is PageState.UNKNOWN
+            other = store.explain(key_of(2), content).state
+            assert other in {PageState.UNKNOWN, PageState.OTHER_SALT}, f"{other}: same namespace"
+            clock.now_s += 61
+            status = store.explain(key_of(1))
+            assert status.state in {PageState.EXPIRED, PageState.UNKNOWN}, status
+            assert status.since_s is None or status.since_s <= clock.now_s
+            store.put(key_of(1), page_of(1))
+            assert store.explain(key_of(1)).state is PageState.PRESENT
+            store.delete(key_of(1))
+            assert store.explain(key_of(1)).state in {PageState.DELETED, PageState.UNKNOWN}
+        finally:
+            store.close()
+
+    def test_it_counts_its_errors(self) -> None:
+        """``stats`` are numbers by name, "errors" among them; nothing here is an error."""
+        store = self.store()
+        store.put(key_of(1), page_of(1))
+        store.get(key_of(2))
+        found = store.stats()
+        store.close()
+        assert found["errors"] == 0, found
+        for name, value in found.items():
+            assert isinstance(value, int | float), f"{name}: {value!r}"
+        assert isinstance(store.stats()["errors"], int | float), "a closed store has no stats"
 
     def test_size_follows_what_is_held(self) -> None:
         """``size_bytes`` is at least the data held, and comes back when all of it is deleted."""
@@ -188,6 +273,9 @@ class KvStoreContract(Contract):
         assert store.get(key_of(1)) is None
         assert store.contains([key_of(1)]) == 0
         assert store.delete(key_of(1)) is False
+        assert store.explain(key_of(2)).state is PageState.UNKNOWN
+        store.maintain()
+        assert store.size_bytes() == 0
 
     def test_threads_see_whole_pages(self) -> None:
         """Concurrent puts, gets and deletes never raise and never mix pages."""
@@ -221,8 +309,12 @@ class KvStoreContract(Contract):
         assert not problems, problems[:3]
 
     def test_it_names_its_tier(self) -> None:
-        """``tier`` is what responses say about a hit: a short name."""
+        """``tier`` is what responses say about a hit: a short name, which a page got bears too."""
         store = self.store()
         assert isinstance(store.tier, str)
         assert store.tier
+        store.put(key_of(1), page_of(1))
+        found = store.get(key_of(1))
         store.close()
+        assert found is not None
+        assert found.tier, "the page does not say which tier it came from"

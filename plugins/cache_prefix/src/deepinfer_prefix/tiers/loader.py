@@ -1,0 +1,412 @@
+"""Pages between a store and the device cache, moved by background threads.
+
+A store may be slow, hang or fail; the engine's round must not notice. ``PageLoader`` owns the
+threads: the engine asks for a run of keys and looks now and then whether it has arrived, and hands
+over pages to be kept. Nothing here waits for a store on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from attrs import define, evolve, field, frozen
+
+from deepinfer_core.interfaces.kv_store import KvStore, StoredPage
+from deepinfer_core.log import get_logger
+
+Deliver = Callable[[int, StoredPage], None]
+"""Called on a background thread with the place of a page in the run, and the page."""
+
+MAINTAIN_EVERY_S = 2.0
+
+
+@frozen(kw_only=True)
+class LoaderConfig:
+    """Bounds of a ``PageLoader``.
+
+    Attributes:
+        threads: background threads; one of them at a time writes.
+        max_loads: runs that may be under way; further ones are misses at once.
+        max_write_bytes: bytes that may wait to be written; further pages are dropped.
+        timeout_s: seconds after which a run counts as arrived with what is there.
+    """
+
+    threads: int = 2
+    max_loads: int = 64
+    max_write_bytes: int = 256 << 20
+    timeout_s: float = 2.0
+
+
+COUNTERS = (
+    "loads",
+    "loaded_pages",
+    "timeouts",
+    "refused_loads",
+    "written_pages",
+    "refused_pages",
+    "dropped_pages",
+    "errors",
+)
+"""Runs asked for; pages that arrived; runs given up; runs refused because too many were under way
+or the store hangs; pages the store kept; pages it did not keep; pages dropped because too much
+waited; calls of the store or of ``deliver`` that raised."""
+
+
+class Load:
+    """A run of pages under way. ``done`` never blocks; the rest is final once it is True.
+
+    Attributes:
+        keys: what was asked for, in order.
+        pages: the leading pages that arrived, as long as the hit; without their data if they were
+            delivered.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        *,
+        exact_only: bool,
+        deliver: Deliver | None,
+        deadline_s: float,
+        notify: Callable[[], None] | None,
+    ) -> None:
+        self.keys = tuple(keys)
+        self.pages: tuple[StoredPage, ...] = ()
+        self._exact_only, self._deliver, self._notify = exact_only, deliver, notify
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._arrived: dict[int, StoredPage] = {}
+        self._next, self._end = 0, len(self.keys)
+        self._active = self._delivering = 0
+        self._stopped = self._done = not self.keys
+
+    @property
+    def done(self) -> bool:
+        """Whether everything that will arrive has arrived; ``deliver`` is not called any more."""
+        return self._done
+
+    @property
+    def tier(self) -> str | None:
+        """The tier of the last page, None without pages."""
+        return self.pages[-1].tier if self.pages else None
+
+    @property
+    def exact(self) -> bool:
+        """Whether every page that arrived is exact."""
+        return all(page.exact for page in self.pages)
+
+    def cancel(self) -> None:
+        """Stop with what is there. Pages are being delivered until ``done``."""
+        with self._lock:
+            self._stopped = True
+        self._settle()
+
+    def expire(self, now_s: float) -> bool:
+        """Stop with what is there if the time is up; whether that was so."""
+        if self._stopped or now_s < self._deadline_s:
+            return False
+        self.cancel()
+        return True
+
+    # ------------------------------------------------------------------ on background threads
+
+    def take(self) -> int | None:
+        """The place of the next page to load, None if there is none."""
+        with self._lock:
+            if self._stopped or self._next >= self._end:
+                return None
+            self._next += 1
+            self._active += 1
+            return self._next - 1
+
+    def arrive(self, at: int, page: StoredPage | None) -> bool:
+        """A page was got, or (None) the run ends before it; whether it became part of the load.
+
+        Raises:
+            Exception: whatever ``deliver`` raised; the run ends before that page.
+        """
+        if page is not None and self._exact_only and not page.exact:
+            page = None
+        try:
+            if page is not None and self._begin_delivery():
+                try:
+                    if self._deliver is not None:
+                        self._deliver(at, page)
+                        page = evolve(page, data=b"")
+                    self._arrived[at] = page
+                    return True
+                finally:
+                    with self._lock:
+                        self._delivering -= 1
+            return False
+        finally:
+            with self._lock:
+                self._active -= 1
+                if at not in self._arrived:
+                    self._end = min(self._end, at)
+            self._settle()
+
+    def _begin_delivery(self) -> bool:
+        with self._lock:
+            if self._stopped:
+                return False
+            self._delivering += 1
+            return True
+
+    def _settle(self) -> None:
+        """Become done if nothing can come any more."""
+        with self._lock:
+            complete = self._active == 0 and self._next >= self._end
+            if self._done or self._delivering or not (self._stopped or complete):
+                return
+            run: list[StoredPage] = []
+            while len(run) < self._end and (page := self._arrived.get(len(run))) is not None:
+                run.append(page)
+            self.pages, self._arrived = tuple(run), {}
+            self._stopped = self._done = True
+        if self._notify is not None:
+            self._notify()
+
+
+@frozen(kw_only=True)
+class _Write:
+    key: bytes
+    page: StoredPage
+    expires_at_s: float | None
+    retain_until_s: float | None
+
+
+@define
+class _Queues:
+    """What waits; guarded by the loader's condition."""
+
+    loads: deque[Load] = field(factory=deque)
+    writes: deque[_Write] = field(factory=deque)
+    write_bytes: int = 0
+    writing: bool = False
+    busy_since_s: dict[int, float] = field(factory=dict)
+
+
+class PageLoader:
+    """Owner of a store and of the threads that talk to it.
+
+    Args:
+        store: the store; closed with the loader.
+        config: bounds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        store: KvStore,
+        config: LoaderConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.store = store
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self._config = config or LoaderConfig()
+        self._clock = clock
+        self._queues = _Queues()
+        self._under_way: set[Load] = set()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._maintained_s = clock()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"deepinfer-pages-{at}", daemon=True)
+            for at in range(self._config.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ------------------------------------------------------------------ on the engine's thread
+
+    def load(
+        self,
+        keys: Sequence[bytes],
+        *,
+        exact_only: bool = True,
+        deliver: Deliver | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> Load:
+        """Begin to load the leading run of ``keys`` that the store has; returns at once.
+
+        Args:
+            keys: in the order of the pages.
+            exact_only: end the run before a page that is not exact.
+            deliver: called on a background thread with each page, in any order; the pages of the
+                finished load then carry no data. Pages beyond the final run may be delivered too.
+            notify: called once, on any thread, when the load is done.
+        """
+        load = Load(
+            keys,
+            exact_only=exact_only,
+            deliver=deliver,
+            deadline_s=self._clock() + self._config.timeout_s,
+            notify=notify,
+        )
+        with self._changed:
+            self.counters["loads"] += 1
+            if self._closing or len(self._under_way) >= self._config.max_loads or self._hangs():
+                self.counters["refused_loads"] += 1
+                load.cancel()
+            elif not load.done:
+                self._under_way.add(load)
+                self._queues.loads.append(load)
+                self._changed.notify_all()
+        return load
+
+    def ready(self, load: Load) -> bool:
+        """Whether a load is done, with what is there once its time is up. Never blocks."""
+        if load.expire(self._clock()):
+            self._count("timeouts")
+        if load.done:
+            self._forget(load)
+        return load.done
+
+    def save(
+        self,
+        key: bytes,
+        page: StoredPage,
+        *,
+        expires_at_s: float | None = None,
+        retain_until_s: float | None = None,
+    ) -> bool:
+        """Hand a page over to be kept; False if too much waits already. Never blocks.
+
+        The page's memory must stay as it is until it is written.
+        """
+        write = _Write(key=key, page=page, expires_at_s=expires_at_s, retain_until_s=retain_until_s)
+        with self._changed:
+            size = self._queues.write_bytes + len(page.data)
+            if self._closing or size > self._config.max_write_bytes:
+                self.counters["dropped_pages"] += 1
+                return False
+            self._queues.write_bytes = size
+            self._queues.writes.append(write)
+            self._changed.notify()
+        return True
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until everything handed over is written; for tests and orderly ends."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._queues.writes and not self._queues.writing, timeout_s
+            )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Write what waits, as far as the time allows, and close the store."""
+        if self._closing:
+            return
+        self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._queues.writes.clear()
+            self._changed.notify_all()
+        for load in list(self._under_way):
+            load.cancel()
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._guard("close", self.store.close)
+
+    # ------------------------------------------------------------------ on background threads
+
+    def _work(self) -> None:
+        while (task := self._next_task()) is not None:
+            try:
+                task()
+            finally:
+                with self._changed:
+                    self._queues.busy_since_s.pop(threading.get_ident(), None)
+
+    def _hangs(self) -> bool:
+        """Whether every thread has been in one call for longer than anybody waits."""
+        since_s = self._queues.busy_since_s.values()
+        too_long_s = self._clock() - self._config.timeout_s
+        return len(since_s) == len(self._threads) and max(since_s) < too_long_s
+
+    def _next_task(self) -> Callable[[], None] | None:
+        """Wait for something to do; None when the loader closes."""
+        with self._changed:
+            while not self._closing:
+                task = self._due()
+                if task is not None:
+                    self._queues.busy_since_s[threading.get_ident()] = self._clock()
+                    return task
+                self._changed.wait(MAINTAIN_EVERY_S)
+        return None
+
+    def _due(self) -> Callable[[], None] | None:
+        """What to do now; loads go before writes."""
+        queues = self._queues
+        while queues.loads:
+            load = queues.loads[0]
+            at = load.take()
+            if at is not None:
+                return partial(self._load, load, at)
+            queues.loads.popleft()
+        if queues.writes and not queues.writing:
+            queues.writing = True
+            write = queues.writes.popleft()
+            queues.write_bytes -= len(write.page.data)
+            return partial(self._write, write)
+        now_s = self._clock()
+        if now_s - self._maintained_s >= MAINTAIN_EVERY_S:
+            self._maintained_s = now_s
+            return partial(self._guard, "maintain", self.store.maintain)
+        return None
+
+    def _load(self, load: Load, at: int) -> None:
+        page: StoredPage | None = None
+        try:
+            page = self.store.get(load.keys[at])
+        except Exception as error:
+            self._failed("get", error)
+        try:
+            if load.arrive(at, page):
+                self._count("loaded_pages")
+        except Exception as error:
+            self._failed("deliver", error)
+        if load.done:
+            self._forget(load)
+
+    def _write(self, write: _Write) -> None:
+        kept = False
+        try:
+            kept = self.store.put(
+                write.key,
+                write.page,
+                expires_at_s=write.expires_at_s,
+                retain_until_s=write.retain_until_s,
+            )
+        except Exception as error:
+            self._failed("put", error)
+        with self._changed:
+            self.counters["written_pages" if kept else "refused_pages"] += 1
+            self._queues.writing = False
+            self._changed.notify_all()
+
+    def _guard(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._failed(name, error)
+
+    def _failed(self, call: str, error: Exception) -> None:
+        self._count("errors")
+        get_logger("kv_store").warning(
+            "kv_store.failed", tier=self.store.tier, call=call, error=repr(error)
+        )
+
+    def _count(self, name: str) -> None:
+        with self._changed:
+            self.counters[name] += 1
+
+    def _forget(self, load: Load) -> None:
+        with self._changed:
+            self._under_way.discard(load)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +22,50 @@ from deepinfer_core.plugins import PluginHost
 Targets = list[tuple[Slot, Component[Any]]]
 
 _TEMPLATE = """\
+import importlib
+
 from deepinfer_core.components import Slot
 from deepinfer_core.testing.contracts import CONTRACTS
 
 
 class {class_name}(CONTRACTS[Slot({slot!r})]):
     component = {name!r}
+    plugins = tuple(importlib.import_module(module) for module in {modules!r})
 """
 
 
 @click.command()
 @click.argument("target", required=False, metavar="[SLOT/NAME]")
 @click.option("--plugin", metavar="DIST", help="Every component of a distribution or plugin.")
+@click.option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Configuration file whose [plugins] says what is loaded besides the installed ones.",
+)
 @click.option("--verbose", "-v", is_flag=True, help="Name every test.")
 @click.pass_context
 def conformance(
-    context: click.Context, target: str | None, plugin: str | None, verbose: bool
+    context: click.Context,
+    target: str | None,
+    plugin: str | None,
+    config: Path | None,
+    verbose: bool,
 ) -> None:
     """Check a component against the contract of its slot; a bare NAME where it is unique."""
     if (target is None) == (plugin is None):
         raise click.UsageError("give either SLOT/NAME or --plugin DIST")
-    host = open_host()
+    from deepinfer_core.config_file import read_config
+
+    plugins = read_config(config, ()).config.plugins
+    host = open_host(plugins)
     targets = by_plugin(host, plugin) if plugin else by_name(host, target or "")
     reasons = {(slot, item.name): item.available() for slot, item in targets}
     for (slot, name), reason in reasons.items():
         if reason:
             click.echo(f"not run: {slot}/{name} cannot run here: {reason}")
     runnable = [(slot, item.name) for slot, item in targets if not reasons[slot, item.name]]
-    status = run_contracts(runnable, verbose=verbose) if runnable else 0
+    status = run_contracts(runnable, plugins.load, verbose=verbose) if runnable else 0
     context.exit(status or int(len(runnable) < len(targets)))
 
 
@@ -100,8 +118,15 @@ def by_plugin(host: PluginHost, name: str) -> Targets:
     return [(slot, host.find(slot, item)) for slot, item in offers]
 
 
-def run_contracts(targets: list[tuple[Slot, str]], *, verbose: bool = False) -> int:
+def run_contracts(
+    targets: list[tuple[Slot, str]], modules: Sequence[str] = (), *, verbose: bool = False
+) -> int:
     """Run contracts with pytest in a process of its own; return its exit status.
+
+    Args:
+        targets: slot and name of each component.
+        modules: importable plugins to load besides the installed ones.
+        verbose: name every law.
 
     Raises:
         ConformanceError: pytest or hypothesis is missing.
@@ -115,7 +140,9 @@ def run_contracts(targets: list[tuple[Slot, str]], *, verbose: bool = False) -> 
     with tempfile.TemporaryDirectory() as folder:
         for number, (slot, name) in enumerate(targets):
             class_name = "Test" + "".join(part.capitalize() for part in str(slot).split("_"))
-            text = _TEMPLATE.format(class_name=class_name, slot=str(slot), name=name)
+            text = _TEMPLATE.format(
+                class_name=class_name, slot=str(slot), name=name, modules=tuple(modules)
+            )
             safe = "".join(char if char.isalnum() else "_" for char in name)
             Path(folder, f"test_{number:03}_{slot}_{safe}.py").write_text(text, encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
@@ -135,4 +162,7 @@ def run_contracts(targets: list[tuple[Slot, str]], *, verbose: bool = False) -> 
             "-v" if verbose else "-q",
             folder,
         ]
-        return subprocess.run(command, check=False).returncode
+        # Components may write where they stand; modules of the caller's folder stay importable.
+        path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, check=False, cwd=folder, env=environ).returncode

@@ -277,6 +277,10 @@ def _check_usage(
         return
     if not input_path.exists():
         raise click.UsageError(f"there is no file {input_path}")
+    if output_path is not None and not output_path.parent.is_dir():
+        raise click.UsageError(f"there is no folder {output_path.parent} for --output")
+    if output_path is not None and output_path.is_dir():
+        raise click.UsageError(f"--output {output_path} is a folder; name a file in it")
     if output_path is not None and output_path.exists() and output_path.samefile(input_path):
         raise click.UsageError("--input and --output are the same file")
 

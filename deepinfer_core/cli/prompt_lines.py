@@ -47,12 +47,12 @@ class BadLine:
 
     Attributes:
         number: counted from 1.
-        identity: its ``id``, if that much could be read.
+        identity: its ``id`` if that much could be read, else its number.
         problem: what is wrong with it.
     """
 
     number: int
-    identity: Identity | None = None
+    identity: Identity
     problem: str
 
 
@@ -79,20 +79,30 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[PromptLine | BadLine]:
         yield found
 
 
+def _bad(number: int, problem: str) -> BadLine:
+    return BadLine(number=number, identity=number, problem=problem)
+
+
 def _read(number: int, raw: bytes) -> PromptLine | BadLine:
     if len(raw) > MAX_LINE_BYTES:
-        return BadLine(number=number, problem=f"the line has {len(raw):,} bytes; no prompt has")
+        return BadLine(
+            number=number,
+            identity=number,
+            problem=f"the line has {len(raw):,} bytes; no prompt has",
+        )
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return BadLine(number=number, problem=f"not UTF-8 text: {error.reason}")
+        return _bad(number, f"not UTF-8 text: {error.reason}")
     except (ValueError, RecursionError) as error:
-        return BadLine(number=number, problem=f"not JSON: {error}")
+        return _bad(number, f"not JSON: {error}")
     if isinstance(value, str):
         return PromptLine(number=number, identity=number, prompt=value)
     if not isinstance(value, dict):
         kind = type(value).__name__
-        return BadLine(number=number, problem=f"expected an object or a string, not {kind}")
+        return BadLine(
+            number=number, identity=number, problem=f"expected an object or a string, not {kind}"
+        )
     return _read_object(number, value)
 
 
@@ -101,7 +111,9 @@ def _read_object(number: int, value: dict[str, Any]) -> PromptLine | BadLine:
     if identity is None:
         identity = number
     elif isinstance(identity, bool) or not isinstance(identity, str | int):
-        return BadLine(number=number, problem="'id' must be a string or an integer")
+        return BadLine(
+            number=number, identity=number, problem="'id' must be a string or an integer"
+        )
     prompt, messages = value.get("prompt"), value.get("messages")
     problem = None
     if (prompt is None) == (messages is None):

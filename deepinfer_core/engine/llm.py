@@ -130,7 +130,7 @@ class LLM:
             RequestError: the arguments do not fit together.
             EngineError: the engine failed.
         """
-        many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        many = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
         if many and isinstance(many[0], int):
             raise RequestError("one prompt of token ids must stand in a list: generate([ids])")
         return self._generate(many, self._spread(params, len(many)), progress, raise_on_error)
@@ -151,8 +151,8 @@ class LLM:
             progress: show a progress bar if stderr is a terminal.
             raise_on_error: raise once all have ended; otherwise look at each ``error``.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else list(messages)
+        listed = _listed("messages", messages)
+        conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         spread = self._spread(params, len(conversations))
         return self._generate(conversations, spread, progress, raise_on_error, chat_ids)
 
@@ -332,12 +332,21 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        params = _listed("params", params)
+        if wrong := [item for item in params if not isinstance(item, SamplingParams)]:
+            raise RequestError(f"params must be SamplingParams, not {type(wrong[0]).__name__}")
         if len(params) != count:
             raise RequestError(
                 f"{count} prompts need one SamplingParams for all or {count} of them, "
                 f"not {len(params)}"
             )
         return params
+
+
+def _listed(field: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(f"{field} must be a list, not {type(value).__name__}")
+    return list(value)
 
 
 def _without_result(request_id: str, ids: tuple[int, ...], error: str) -> RequestOutput:

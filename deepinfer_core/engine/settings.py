@@ -29,7 +29,8 @@ def configuration(
     Raises:
         ConfigError: the file cannot be read, or there is no such field.
     """
-    from deepinfer_core.config import EngineConfig
+    from deepinfer_core.config import EngineConfig, EngineOptions
+    from deepinfer_core.structure import suggest
 
     if isinstance(config, str | Path):
         from deepinfer_core import load_config
@@ -38,9 +39,19 @@ def configuration(
     else:
         base = config if config is not None else EngineConfig()
     known = {item.name for item in attrs.fields(EngineConfig)}
+    inner = {item.name for item in attrs.fields(EngineOptions)}
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ConfigError(
-            "invalid arguments of LLM", [f"unknown field {name!r}" for name in unknown]
+            "invalid arguments of LLM",
+            [
+                f"unknown field {name!r}"
+                + (
+                    f"; give engine=EngineOptions({name}={overrides[name]!r})"
+                    if name in inner
+                    else suggest(name, known)
+                )
+                for name in unknown
+            ],
         )
     return attrs.evolve(base, **overrides)

@@ -410,5 +410,45 @@ def test_conformance_runs_the_contract_of_a_component(deepinfer: Shown) -> None:
     assert " passed" in out
 
 
+MODULE = """
+from deepinfer_core.components import Component
+from deepinfer_core.hookspecs import hookimpl
+
+DEEPINFER_API = 1
+
+
+def build(config, context):
+    from deepinfer_core.builtin.lru import build
+
+    return build(None, context)
+
+
+@hookimpl
+def deepinfer_evictions():
+    return (Component(name="acme", build=build),)
+"""
+
+
+def test_conformance_loads_what_a_configuration_names(
+    deepinfer: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "acme_eviction.py").write_text(MODULE)
+    (tmp_path / "engine.toml").write_text('[plugins]\nload = ["acme_eviction"]\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = deepinfer("conformance", "eviction/acme", "--config", "engine.toml")
+    assert status == 0, out + err
+    assert " passed" in out
+    assert deepinfer("conformance", "eviction/acme")[0] == 2
+
+
+def test_conformance_leaves_nothing_where_it_is_run(
+    deepinfer: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert deepinfer("conformance", "observer/jsonl")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_group_and_run_agree() -> None:
     assert set(COMMANDS) <= set(cli.list_commands(click.Context(cli)))

@@ -215,6 +215,7 @@ def test_lines_of_every_kind_are_read() -> None:
 def test_a_bad_line_says_what_is_wrong(line: str | bytes, problem: str) -> None:
     blank, (bad,) = "", read(line)
     assert isinstance(bad, BadLine)
+    assert bad.identity in (1, "a")
     assert problem in bad.problem
     assert read(blank, line)[0].number == 2
 

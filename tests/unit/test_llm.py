@@ -50,6 +50,23 @@ def test_a_flat_list_of_ids_is_refused() -> None:
         LLM.over(ScriptedEngine()).generate([1, 2, 3])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("bad", [5, None, b"text", {"prompt": "text"}])
+def test_prompts_that_are_no_list_are_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match="prompts must be a list, not"):
+        LLM.over(ScriptedEngine()).generate(bad)
+
+
+@pytest.mark.parametrize("bad", [{"max_tokens": 3}, "greedy", [{"max_tokens": 3}], 7])
+def test_parameters_of_another_type_are_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match="params must be"):
+        LLM.over(ScriptedEngine()).generate(["a"], bad)
+
+
+def test_a_text_is_no_conversation() -> None:
+    with pytest.raises(RequestError, match="messages must be a list, not str"):
+        LLM.over(ScriptedEngine()).chat("hello")  # type: ignore[arg-type]
+
+
 def test_each_prompt_has_its_parameters() -> None:
     params = [SamplingParams(max_tokens=count) for count in (1, 3)]
     results = LLM.over(ScriptedEngine()).generate(["abcd", "abcd"], params)
@@ -290,6 +307,11 @@ def test_requests_carry_the_arrival_on_the_engine_clock() -> None:
 def test_unknown_overrides_are_named() -> None:
     with pytest.raises(ConfigError, match="unknown field 'temperature'"):
         LLM("model", temperature=1)
+
+
+def test_an_option_of_the_engine_is_told_where_it_goes() -> None:
+    with pytest.raises(ConfigError, match=r"give engine=EngineOptions\(kv_pages=1\)"):
+        LLM(kv_pages=1)
 
 
 def test_settings_are_values_of_the_configuration() -> None:

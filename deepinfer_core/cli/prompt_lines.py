@@ -85,11 +85,7 @@ def _bad(number: int, problem: str) -> BadLine:
 
 def _read(number: int, raw: bytes) -> PromptLine | BadLine:
     if len(raw) > MAX_LINE_BYTES:
-        return BadLine(
-            number=number,
-            identity=number,
-            problem=f"the line has {len(raw):,} bytes; no prompt has",
-        )
+        return _bad(number, f"the line has {len(raw):,} bytes; no prompt has")
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -100,9 +96,7 @@ def _read(number: int, raw: bytes) -> PromptLine | BadLine:
         return PromptLine(number=number, identity=number, prompt=value)
     if not isinstance(value, dict):
         kind = type(value).__name__
-        return BadLine(
-            number=number, identity=number, problem=f"expected an object or a string, not {kind}"
-        )
+        return _bad(number, f"expected an object or a string, not {kind}")
     return _read_object(number, value)
 
 
@@ -111,9 +105,7 @@ def _read_object(number: int, value: dict[str, Any]) -> PromptLine | BadLine:
     if identity is None:
         identity = number
     elif isinstance(identity, bool) or not isinstance(identity, str | int):
-        return BadLine(
-            number=number, identity=number, problem="'id' must be a string or an integer"
-        )
+        return _bad(number, "'id' must be a string or an integer")
     prompt, messages = value.get("prompt"), value.get("messages")
     problem = None
     if (prompt is None) == (messages is None):

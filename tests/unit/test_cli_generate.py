@@ -280,7 +280,7 @@ def test_bad_lines_are_reported_and_the_others_go_on(tmp_path: Path) -> None:
     errors = {line: found[line]["error"] for line in (2, 3, 4, 5, 6)}
     assert all(error["line"] == line for line, error in errors.items())
     assert "not JSON" in errors[2]["message"]
-    assert found[2]["id"] is None
+    assert found[2]["id"] == 2
     assert "empty" in errors[3]["message"]
     assert "temperature" in errors[4]["message"]
     assert "messages[0]" in errors[5]["message"]

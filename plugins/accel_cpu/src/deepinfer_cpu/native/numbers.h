@@ -39,4 +39,18 @@ inline float from_f16(uint16_t value) {
 #endif
 }
 
+// Round to nearest, ties to even; too large becomes infinite.
+inline uint16_t to_f16(float value) {
+#if DI_AVX2
+  return uint16_t(_cvtss_sh(value, 0));
+#else
+  const uint32_t bits = to_bits(value), size = bits & 0x7fffffffu;
+  const uint16_t sign = uint16_t((bits >> 16) & 0x8000);
+  if (size > 0x7f800000u) return uint16_t(sign | 0x7e00 | ((size >> 13) & 0x3ff));
+  if (size >= 0x477ff000u) return uint16_t(sign | 0x7c00);
+  if (size < 0x38800000u) return uint16_t(sign | (to_bits(from_bits(size) + 0.5f) & 0x7fff));
+  return uint16_t(sign | ((size - 0x38000000u + 0xfffu + ((size >> 13) & 1)) >> 13));
+#endif
+}
+
 }  // namespace di

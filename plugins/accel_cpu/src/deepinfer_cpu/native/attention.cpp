@@ -1,0 +1,479 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "attention_kernels.h"
+
+namespace di {
+namespace {
+
+constexpr float LOG2E = 1.44269504f;
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+constexpr int TILE_ROWS = 96;    // rows (tokens times heads of a group) computed together
+constexpr int PIECE_BLOCKS = 8;  // blocks of one piece of a long sequence
+constexpr int PIECE_ROWS = 16;   // most rows of a sequence that is cut
+constexpr int PIECES = 4;        // pieces of work for each thread that make cutting needless
+
+// A tile's state and what a block adds to it: largest score, mass, weighted values. Row by row.
+struct State {
+  float* values;  // [rows, width]
+  float* mass;    // [rows, F32S]
+  float* top;     // [rows]
+};
+
+// Two states of one row put together, the second being of later positions.
+void fold(const State& into, int row, const float* values, const float* mass, float top,
+          int width) {
+  const float before = into.top[row], now = before > top ? before : top;
+  const f32v old_part = all(power_of_two(before - now)), new_part = all(power_of_two(top - now));
+  into.top[row] = now;
+  float* sums = into.mass + row * F32S;
+  store(sums, fma(load(sums), old_part, load(mass) * new_part));
+  float* row_values = into.values + int64_t(row) * width;
+  for (int at = 0; at < width; at += F32S)
+    store(row_values + at, fma(load(row_values + at), old_part, load(values + at) * new_part));
+}
+
+// One thread's memory, kept between calls.
+class Scratch {
+ public:
+  float* take(int64_t count) {
+    float* taken = base() + used_;
+    used_ += (count + 15) & ~int64_t(15);
+    return taken;
+  }
+  void begin(int64_t most) {
+    used_ = 0;
+    if (int64_t(memory_.size()) < most + 16) memory_.resize(most + 16);
+  }
+
+ private:
+  float* base() { return (float*)((uintptr_t(memory_.data()) + 63) & ~uintptr_t(63)); }
+  std::vector<float> memory_;
+  int64_t used_ = 0;
+};
+
+// Where the positions of one block lie for one key head.
+template <typename E>
+struct View {
+  const E* keys;
+  const E* values;
+  int64_t key_stride;
+};
+
+// Tokens [first, last) of one sequence, seen by one key head.
+struct Tile {
+  int sequence, head, first, last;
+};
+
+// Pieces of work in a fixed order: tiles of every sequence, or pieces of one that is cut.
+struct Unit {
+  Tile tile;
+  int first_block, last_block;
+  int64_t record;  // of its first block in the shared scratch, -1: not cut
+};
+
+class Attender {
+ public:
+  Attender(const AttentionLayer& layer, const AttentionPlan& plan, const float* q,
+           int64_t q_stride, float* out, int64_t out_stride)
+      : layer_(layer), plan_(plan), q_(q), q_stride_(q_stride), out_(out), out_stride_(out_stride),
+        group_(layer.num_query_heads / layer.num_kv_heads), width_(padded(layer.value_dim)),
+        tile_tokens_(std::max(1, TILE_ROWS / group_)), record_(width_ + 2 * F32S) {}
+
+  void run(Team& team) {
+    const bool cut = cuts(team.size);
+    walk(cut, team, [&](const Unit& unit) { compute(unit); });
+    if (!cut) return;
+    team.barrier();
+    walk_cut(team, [&](const Unit& unit) { put_together(unit); });
+  }
+
+  // Floats of shared scratch that would let long sequences be cut, 0 if that is needless.
+  int64_t scratch_size(int threads) const {
+    int64_t units = 0, floats = 0;
+    bool any_long = false;
+    for (int i = 0; i < plan_.num_sequences; i++) {
+      const int count = tokens(i);
+      units += int64_t((count + tile_tokens_ - 1) / tile_tokens_) * layer_.num_kv_heads;
+      if (!may_cut(i)) continue;
+      floats += records(i) * record_;
+      any_long |= blocks(i) > PIECE_BLOCKS;
+    }
+    return any_long && units < int64_t(PIECES) * threads ? floats : 0;
+  }
+
+ private:
+  // ------------------------------------------------------------------------------ who does what
+
+  int tokens(int i) const { return plan_.query_starts[i + 1] - plan_.query_starts[i]; }
+  bool may_cut(int i) const { return tokens(i) > 0 && tokens(i) * group_ <= PIECE_ROWS; }
+  int lowest(int sequence, int position) const {
+    const int bound = plan_.visible_from[sequence];
+    return layer_.window ? std::max(bound, position - layer_.window + 1) : bound;
+  }
+  int first_block(int i, int token) const {
+    return std::max(0, lowest(i, plan_.positions[token])) / BLOCK;
+  }
+  int blocks(int i) const {
+    const int first = plan_.query_starts[i], last = plan_.query_starts[i + 1] - 1;
+    return plan_.positions[last] / BLOCK + 1 - first_block(i, first);
+  }
+  int64_t records(int i) const {
+    return int64_t(blocks(i)) * tokens(i) * layer_.num_query_heads;
+  }
+
+  bool cuts(int threads) const {
+    const int64_t needed = plan_.scratch ? scratch_size(threads) : 0;
+    return needed > 0 && needed <= plan_.scratch_size;
+  }
+
+  template <typename F>
+  void walk(bool cut, Team& team, F&& work) {
+    int64_t wanted = team.next(), before = 0, record = 0;
+    for (int i = 0; i < plan_.num_sequences; i++) {
+      const int count = tokens(i), begin = plan_.query_starts[i];
+      if (!count) continue;
+      const bool pieces = cut && may_cut(i);
+      const int parts = pieces ? (blocks(i) + PIECE_BLOCKS - 1) / PIECE_BLOCKS
+                               : (count + tile_tokens_ - 1) / tile_tokens_;
+      const int64_t here = int64_t(parts) * layer_.num_kv_heads;
+      for (; wanted < before + here; wanted = team.next()) {
+        const int part = int(wanted - before) / layer_.num_kv_heads;
+        const int head = int(wanted - before) % layer_.num_kv_heads;
+        work(pieces ? piece(i, head, part, record) : whole(i, head, part, begin, count));
+      }
+      before += here;
+      if (pieces) record += records(i);
+    }
+  }
+
+  Unit whole(int i, int head, int part, int begin, int count) const {
+    const int first = begin + part * tile_tokens_;
+    const Tile tile{i, head, first, std::min(first + tile_tokens_, begin + count)};
+    return {tile, first_block(i, first), plan_.positions[tile.last - 1] / BLOCK + 1, -1};
+  }
+
+  Unit piece(int i, int head, int part, int64_t record) const {
+    const Tile tile{i, head, plan_.query_starts[i], plan_.query_starts[i + 1]};
+    const int first = first_block(i, tile.first), all_blocks = blocks(i);
+    const int from = part * PIECE_BLOCKS, to = std::min(all_blocks, from + PIECE_BLOCKS);
+    const int64_t rows = int64_t(tile.last - tile.first) * group_;
+    return {tile, first + from, first + to, record + (int64_t(head) * all_blocks + from) * rows};
+  }
+
+  template <typename F>
+  void walk_cut(Team& team, F&& work) {
+    int64_t wanted = team.next(), before = 0, record = 0;
+    for (int i = 0; i < plan_.num_sequences; i++) {
+      if (!may_cut(i)) continue;
+      for (; wanted < before + layer_.num_kv_heads; wanted = team.next())
+        work(piece(i, int(wanted - before), 0, record));
+      before += layer_.num_kv_heads;
+      record += records(i);
+    }
+  }
+
+  // ------------------------------------------------------------------------------ one unit
+
+  void compute(const Unit& unit) {
+    const int rows = (unit.tile.last - unit.tile.first) * group_;
+    begin(rows);
+    take_queries(unit.tile);
+    for (int block = unit.first_block; block < unit.last_block; block++)
+      one_block(unit, block, rows);
+    if (unit.record < 0) finish(unit.tile);
+  }
+
+  void put_together(const Unit& first) {
+    const Tile& tile = first.tile;
+    const int rows = (tile.last - tile.first) * group_, count = blocks(tile.sequence);
+    begin(rows);
+    for (int block = 0; block < count; block++)
+      for (int r = 0; r < rows; r++) {
+        const float* from = plan_.scratch + (first.record + int64_t(block) * rows + r) * record_;
+        if (from[width_ + F32S] != NEVER)
+          fold(state_, r, from, from + width_, from[width_ + F32S], width_);
+      }
+    finish(tile);
+  }
+
+  void begin(int rows) {
+    static thread_local Scratch scratch;
+    const int64_t each = layer_.key_dim + BLOCK + 2 * width_ + 2 * F32S + 2;
+    scratch.begin(each * rows + int64_t(BLOCK) * (layer_.key_dim + width_) + 256);
+    queries_ = scratch.take(int64_t(rows) * layer_.key_dim);
+    scores_ = scratch.take(int64_t(rows) * BLOCK);
+    state_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
+    added_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
+    block_keys_ = scratch.take(int64_t(BLOCK) * layer_.key_dim);
+    block_values_ = scratch.take(int64_t(BLOCK) * width_);
+    std::fill_n(state_.values, int64_t(rows) * width_, 0.0f);
+    std::fill_n(state_.mass, rows * F32S, 0.0f);
+    std::fill_n(state_.top, rows, NEVER);
+  }
+
+  // Scaled once, so that scores are exponents of 2 (with a softcap: plain scores).
+  void take_queries(const Tile& tile) {
+    const float factor = layer_.softcap ? layer_.scale : layer_.scale * LOG2E;
+    float* to = queries_;
+    for (int t = tile.first; t < tile.last; t++) {
+      const int64_t head = int64_t(tile.head) * group_;
+      const float* from = q_ + t * q_stride_ + head * layer_.key_dim;
+      for (int64_t at = 0; at < int64_t(group_) * layer_.key_dim; at++) *to++ = from[at] * factor;
+    }
+  }
+
+  void one_block(const Unit& unit, int block, int rows) {
+    const int base = block * BLOCK, sequence = unit.tile.sequence;
+    int first = unit.tile.first, last = unit.tile.last;
+    while (first < last && plan_.positions[first] < base) first++;
+    while (last > first && lowest(sequence, plan_.positions[last - 1]) >= base + BLOCK) last--;
+    const bool direct = layer_.page_size >= BLOCK && rows <= MAX_ROWS;
+    switch (layer_.kv_type) {
+      case KV_BF16: look_at<Bf16>(unit.tile, base, first, last, direct); break;
+      case KV_F16: look_at<F16>(unit.tile, base, first, last, direct); break;
+      case KV_I8: look_at<int8_t>(unit.tile, base, first, last, direct); break;
+      default: look_at<float>(unit.tile, base, first, last, layer_.page_size >= BLOCK);
+    }
+    const int seen = (first - unit.tile.first) * group_, end = (last - unit.tile.first) * group_;
+    if (unit.record < 0) {
+      for (int r = seen; r < end; r++)
+        fold(state_, r, added_.values + int64_t(r) * width_, added_.mass + r * F32S, added_.top[r],
+             width_);
+    } else {
+      keep(unit.record + int64_t(block - unit.first_block) * rows, rows, seen, end);
+    }
+  }
+
+  // Leave a block's parts for `put_together`.
+  void keep(int64_t record, int rows, int seen, int end) {
+    for (int r = 0; r < rows; r++) {
+      float* to = plan_.scratch + (record + r) * record_;
+      to[width_ + F32S] = r >= seen && r < end ? added_.top[r] : NEVER;
+      std::copy_n(added_.values + int64_t(r) * width_, width_, to);
+      std::copy_n(added_.mass + r * F32S, F32S, to + width_);
+    }
+  }
+
+  void finish(const Tile& tile) {
+    for (int t = tile.first, r = 0; t < tile.last; t++)
+      for (int g = 0; g < group_; g++, r++) {
+        const int head = tile.head * group_ + g;
+        float mass = sum(load(state_.mass + r * F32S)), part = 1;
+        if (layer_.sinks) {
+          const float sink = layer_.sinks[head] * LOG2E;
+          const float top = std::max(state_.top[r], sink);
+          part = power_of_two(state_.top[r] - top);
+          mass = mass * part + power_of_two(sink - top);
+        }
+        const float factor = part / mass;
+        const float* from = state_.values + int64_t(r) * width_;
+        float* to = out_ + t * out_stride_ + int64_t(head) * layer_.value_dim;
+        for (int at = 0; at < layer_.value_dim; at++) to[at] = from[at] * factor;
+      }
+  }
+
+  // ------------------------------------------------------------------------------ one block
+
+  // Tokens [first, last) look at the block that begins at position `base`.
+  template <typename E>
+  void look_at(const Tile& tile, int base, int first, int last, bool direct) {
+    if (first >= last) return;
+    if (direct) {
+      look(tile, base, first, last, in_place<E>(tile, base));
+    } else {
+      widen<E>(tile, base);
+      look(tile, base, first, last, View<float>{block_keys_, block_values_, BLOCK});
+    }
+  }
+
+  int page_of(const Tile& tile, int position) const {
+    return plan_.block_tables[int64_t(tile.sequence) * plan_.max_pages +
+                              position / layer_.page_size];
+  }
+
+  template <typename E>
+  View<E> in_place(const Tile& tile, int base) const {
+    const int64_t place = int64_t(page_of(tile, base)) * layer_.num_kv_heads + tile.head;
+    const int64_t offset = base % layer_.page_size, size = layer_.page_size;
+    return {(const E*)layer_.keys + place * layer_.key_dim * size + offset,
+            (const E*)layer_.values + (place * size + offset) * width_, size};
+  }
+
+  // Copy a block as floats; pages that are gone are left out, nobody sees them.
+  template <typename E>
+  void widen(const Tile& tile, int base) {
+    const int size = layer_.page_size, step = std::min(size, BLOCK);
+    for (int at = 0; at < BLOCK; at += step) {
+      const int index = (base + at) / size;
+      if (index >= plan_.max_pages || page_of(tile, base + at) < 0) continue;
+      const View<E> view = in_place<E>(tile, base + at);
+      for (int d = 0; d < layer_.key_dim; d++)
+        convert(view.keys + d * view.key_stride, block_keys_ + d * BLOCK + at, step);
+      convert(view.values, block_values_ + int64_t(at) * width_, step * width_);
+    }
+  }
+
+  template <typename E>
+  static void convert(const E* from, float* to, int count) {
+    int at = 0;
+    for (; at + F32S <= count; at += F32S) store(to + at, load_as(from + at));
+    for (; at < count; at++) to[at] = load_one(from + at);
+  }
+
+  template <typename E>
+  void look(const Tile& tile, int base, int first, int last, const View<E>& view) {
+    const int row = (first - tile.first) * group_, rows = (last - first) * group_;
+    const int end = std::min(BLOCK, plan_.positions[last - 1] + 1 - base);
+    score(queries_ + int64_t(row) * layer_.key_dim, layer_.key_dim, rows, view.keys,
+          view.key_stride, layer_.key_dim, end, scores_ + row * BLOCK);
+    float key_scales[BLOCK], value_scales[BLOCK];
+    if (layer_.kv_type == KV_I8) take_scales(tile, base, key_scales, value_scales);
+    int full = first;  // tokens [full, t) see the whole block and are not mixed yet
+    for (int t = first; t < last; t++) {
+      const int low = std::max(0, lowest(tile.sequence, plan_.positions[t]) - base);
+      const int high = std::min(BLOCK, plan_.positions[t] + 1 - base);
+      weigh_token(tile, t, low, high, key_scales, value_scales);
+      if (low == 0 && high == BLOCK) continue;
+      mix_tokens(tile, full, t, 0, BLOCK, view);
+      mix_tokens(tile, t, t + 1, low, high, view);
+      full = t + 1;
+    }
+    mix_tokens(tile, full, last, 0, BLOCK, view);
+  }
+
+  void weigh_token(const Tile& tile, int t, int low, int high, const float* key_scales,
+                   const float* value_scales) {
+    const bool scaled = layer_.kv_type == KV_I8;
+    for (int g = 0; g < group_; g++) {
+      const int r = (t - tile.first) * group_ + g;
+      float* scores = scores_ + r * BLOCK;
+      if (scaled) multiply(scores, key_scales);
+      if (layer_.softcap) cap(scores, layer_.softcap);
+      std::fill(scores, scores + low, NEVER);
+      std::fill(scores + high, scores + BLOCK, NEVER);
+      f32v mass;
+      added_.top[r] = weigh(scores, mass);
+      store(added_.mass + r * F32S, mass);
+      if (scaled) multiply(scores, value_scales);
+    }
+  }
+
+  static void multiply(float* scores, const float* scales) {
+    for (int i = 0; i < BLOCK; i += F32S) store(scores + i, load(scores + i) * load(scales + i));
+  }
+
+  void take_scales(const Tile& tile, int base, float* key_scales, float* value_scales) const {
+    for (int at = 0; at < BLOCK; at++) {
+      const int position = base + at;
+      const int page = position / layer_.page_size < plan_.max_pages ? page_of(tile, position) : -1;
+      const int64_t place = int64_t(page) * layer_.num_kv_heads + tile.head;
+      const int64_t slot = place * layer_.page_size + position % layer_.page_size;
+      key_scales[at] = page < 0 ? 0 : layer_.key_scales[slot];
+      value_scales[at] = page < 0 ? 0 : layer_.value_scales[slot];
+    }
+  }
+
+  template <typename E>
+  void mix_tokens(const Tile& tile, int first, int last, int low, int high, const View<E>& view) {
+    if (first >= last) return;
+    const int64_t row = int64_t(first - tile.first) * group_;
+    mix(scores_ + row * BLOCK, (last - first) * group_, view.values, width_, low, high,
+        added_.values + row * width_, width_);
+  }
+
+  const AttentionLayer& layer_;
+  const AttentionPlan& plan_;
+  const float* q_;
+  const int64_t q_stride_;
+  float* out_;
+  const int64_t out_stride_;
+  const int group_, width_, tile_tokens_, record_;
+  float *queries_ = nullptr, *scores_ = nullptr, *block_keys_ = nullptr, *block_values_ = nullptr;
+  State state_{}, added_{};
+};
+
+// ------------------------------------------------------------------------------------- writing
+
+void put(float* to, float x) { *to = x; }
+void put(Bf16* to, float x) { to->bits = to_bf16(x); }
+void put(F16* to, float x) { to->bits = to_f16(x); }
+
+template <typename E>
+void write_as(const AttentionLayer& layer, int64_t slot, const float* k, const float* v) {
+  const int64_t size = layer.page_size, page = slot / size, offset = slot % size;
+  const int width = padded(layer.value_dim);
+  for (int head = 0; head < layer.num_kv_heads; head++) {
+    const int64_t place = page * layer.num_kv_heads + head;
+    E* keys = (E*)layer.keys + place * layer.key_dim * size + offset;
+    for (int d = 0; d < layer.key_dim; d++) put(keys + d * size, k[head * layer.key_dim + d]);
+    E* values = (E*)layer.values + (place * size + offset) * width;
+    for (int d = 0; d < layer.value_dim; d++) put(values + d, v[head * layer.value_dim + d]);
+  }
+}
+
+// One vector as int8 with the scale that is returned.
+float narrow(const float* from, int count, int8_t* to, int64_t stride) {
+  float most = 0;
+  for (int d = 0; d < count; d++) most = std::max(most, std::fabs(from[d]));
+  const float factor = most > 0 ? 127 / most : 0;
+  for (int d = 0; d < count; d++) to[d * stride] = int8_t(std::nearbyint(from[d] * factor));
+  return most / 127;
+}
+
+void write_narrow(const AttentionLayer& layer, int64_t slot, const float* k, const float* v) {
+  const int64_t size = layer.page_size, page = slot / size, offset = slot % size;
+  for (int head = 0; head < layer.num_kv_heads; head++) {
+    const int64_t place = page * layer.num_kv_heads + head;
+    layer.key_scales[place * size + offset] =
+        narrow(k + head * layer.key_dim, layer.key_dim,
+               (int8_t*)layer.keys + place * layer.key_dim * size + offset, size);
+    layer.value_scales[place * size + offset] =
+        narrow(v + head * layer.value_dim, layer.value_dim,
+               (int8_t*)layer.values + (place * size + offset) * padded(layer.value_dim), 1);
+  }
+}
+
+}  // namespace
+
+void write_kv(const AttentionLayer& layer, int64_t slot, const float* k, const float* v) {
+  switch (layer.kv_type) {
+    case KV_BF16: write_as<Bf16>(layer, slot, k, v); break;
+    case KV_F16: write_as<F16>(layer, slot, k, v); break;
+    case KV_I8: write_narrow(layer, slot, k, v); break;
+    default: write_as<float>(layer, slot, k, v);
+  }
+}
+
+void attend(const AttentionLayer& layer, const AttentionPlan& plan, const float* q,
+            int64_t q_stride, float* out, int64_t out_stride, Team& team) {
+  Attender(layer, plan, q, q_stride, out, out_stride).run(team);
+}
+
+}  // namespace di
+
+// Floats of scratch with which long sequences are cut among the threads, 0 if that is needless.
+DI_EXPORT int64_t di_attention_scratch(const di::AttentionLayer* layer,
+                                       const di::AttentionPlan* plan) {
+  return di::Attender(*layer, *plan, nullptr, 0, nullptr, 0).scratch_size(di::num_threads());
+}
+
+// Write this step's keys and values (k null: somebody else did), then attend. Strides in floats.
+DI_EXPORT void di_attend(const di::AttentionLayer* layer, const di::AttentionPlan* plan,
+                         const float* q, int64_t q_stride, const float* k, int64_t k_stride,
+                         const float* v, int64_t v_stride, float* out, int64_t out_stride) {
+  di::together([&](di::Team& team) {
+    if (k) {
+      const int64_t count = plan->num_tokens;
+      const int64_t from = count * team.rank / team.size, to = count * (team.rank + 1) / team.size;
+      for (int64_t t = from; t < to; t++)
+        if (plan->write_slots[t] >= 0)
+          di::write_kv(*layer, plan->write_slots[t], k + t * k_stride, v + t * v_stride);
+      team.barrier();
+    }
+    di::attend(*layer, *plan, q, q_stride, out, out_stride, team);
+  });
+}

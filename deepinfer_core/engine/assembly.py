@@ -23,6 +23,7 @@ from deepinfer_core.engine.model_facts import FoundModel, find
 from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.sizing import page_counts
 from deepinfer_core.errors import CompositionError, DeepInferError, EngineError
+from deepinfer_core.hub.locate import default_cache_dir
 from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
 from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
 from deepinfer_core.interfaces.cache import CacheContext
@@ -275,8 +276,12 @@ class _Builder:
             "dtype": spec.groups[0].dtype,
             "page_size": str(self._options.page_size),
         }
+        home = default_cache_dir(os.environ)  # noqa: TID251 - where the user keeps such files
         store = self._part(
-            Slot.KV_STORE, KvStoreContext(namespace=namespace, clock=time.time, labels=labels)
+            Slot.KV_STORE,
+            KvStoreContext(
+                namespace=namespace, clock=time.time, directory=home / "kv", labels=labels
+            ),
         )
         if store is not None:
             self._undo.append(store.close)

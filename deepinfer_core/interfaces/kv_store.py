@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from attrs import field, frozen
@@ -21,11 +22,14 @@ class KvStoreContext:
     Attributes:
         namespace: digest of model and layout; part of every key.
         clock: seconds since the epoch; the only source of time.
+        directory: folder of a store that keeps files, unless its configuration names another; it
+            need not exist yet, and other namespaces keep their files there too.
         labels: what the namespace stands for, in words (model, dtype, page size), for people only.
     """
 
     namespace: str
     clock: Callable[[], float]
+    directory: Path
     labels: Mapping[str, str] = field(factory=dict)
 
 
@@ -40,12 +44,15 @@ class StoredPage:
         content: digest of the tokens alone, without salt and layout, or b""; stores use it for
             explanations only and need not give it back.
         tier: set by ``get``: which tier the page came from ("host", "disk").
+        expires_at_s: set by ``get``: as it was given to ``put``, so that a page can be moved from
+            one store to another.
     """
 
     data: bytes | memoryview
     exact: bool = True
     content: bytes = field(default=b"", eq=False)
     tier: str = field(default="", eq=False)
+    expires_at_s: float | None = field(default=None, eq=False)
 
 
 class PageState(StrEnum):

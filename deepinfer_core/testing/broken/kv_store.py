@@ -48,7 +48,8 @@ class MemoryStore:
             self.delete(key)
             if self._closed or self.size_bytes() + len(page.data) > self._capacity:
                 return False
-            page = evolve(page, data=bytes(page.data), tier=self.tier)
+            data = bytes(page.data)
+            page = evolve(page, data=data, tier=self.tier, expires_at_s=expires_at_s)
             self._pages[key] = _Kept(page, expires_at_s)
             return True
 
@@ -261,9 +262,32 @@ class _RaisesWhenClosed(MemoryStore):
 class _OneNamespace(MemoryStore):
     _shared: ClassVar[dict[bytes, _Kept]] = {}
 
+    def close(self) -> None:
+        """Leave the pages where they are."""
+
     def __init__(self, context: KvStoreContext) -> None:
         super().__init__(context)
         self._pages = self._shared
+
+
+class _ForgetsDeletions(MemoryStore):
+    _files: ClassVar[dict[str, dict[bytes, _Kept]]] = {}
+
+    def __init__(self, context: KvStoreContext) -> None:
+        super().__init__(context)
+        self._file = self._files.setdefault(f"{context.directory}{context.namespace}", {})
+        self._pages = dict(self._file)
+
+    def put(self, key: bytes, page: StoredPage, **times: Any) -> bool:
+        kept = super().put(key, page, **times)
+        self._file.update(self._pages)
+        return kept
+
+
+class _ForgetsTheExpiry(MemoryStore):
+    def get(self, key: bytes) -> StoredPage | None:
+        page = super().get(key)
+        return page and evolve(page, expires_at_s=None)
 
 
 class _TornPages(MemoryStore):
@@ -333,5 +357,7 @@ BROKEN: dict[str, tuple[Factory, str]] = {
     "raises when full": (_made(_RaisesWhenFull), "test_a_full_store_refuses_quietly"),
     "raises when closed": (_made(_RaisesWhenClosed), "test_a_closed_store_misses"),
     "one namespace for all": (_made(_OneNamespace), "test_namespaces_do_not_meet"),
+    "deletions are forgotten": (_made(_ForgetsDeletions), "test_a_reopened_store_is_right"),
+    "the expiry is forgotten": (_made(_ForgetsTheExpiry), "test_it_names_its_tier"),
     "pages are torn": (_made(_TornPages), "test_threads_see_whole_pages"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Gated(MemoryStore):
     """Lets ``get`` and ``put`` through when the test says so."""
 
     def __init__(self) -> None:
-        super().__init__(KvStoreContext(namespace="n", clock=lambda: 0.0))
+        super().__init__(KvStoreContext(namespace="n", clock=lambda: 0.0, directory=Path()))
         self.open = threading.Event()
         self.entered = threading.Semaphore(0)
         self.fault: Exception | None = None

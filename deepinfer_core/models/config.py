@@ -9,7 +9,8 @@ from typing import Any
 from attrs import field, frozen
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.rope import KINDS, RopeSpec, problems_of
+from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
+from deepinfer_core.models.rope import RopeSpec
 
 
 class Windowed(StrEnum):
@@ -125,38 +126,6 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
 
-class _Reader:
-    """Typed access that collects problems instead of raising."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.problems: list[str] = []
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            self.problems.append(f"{key}: expected a positive whole number, got {value!r}")
-            return 1
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            self.problems.append(f"{key}: expected a positive number, got {value!r}")
-            return default
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            self.problems.append(f"{key}: expected true or false, got {value!r}")
-            return default
-        return value
-
-
 def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Read config.json's content.
 
@@ -168,11 +137,11 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     if traits is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(f"architecture {architecture!r} is not one of {known}")
-    read = _Reader({**traits.defaults, **config})
+    read = ConfigReader({**traits.defaults, **config})
     if read.config.get("hidden_act", "silu") not in ("silu", "swish"):
         read.problems.append(f"hidden_act: only silu is supported, got {config['hidden_act']!r}")
     layers, hidden = read.positive("num_hidden_layers"), read.positive("hidden_size")
-    heads, kv_heads, head_dim = _heads(read, hidden)
+    heads, kv_heads, head_dim = read_heads(read, hidden)
     bias = traits.biases and read.flag("attention_bias")
     max_position = read.positive("max_position_embeddings", 2048)
     use_rope = _use_rope(read, traits, layers)
@@ -192,10 +161,10 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         output_bias=bias,
         mlp_bias=traits.mlp_bias and read.flag("mlp_bias"),
         qk_norm=traits.qk_norm,
-        rope=_rope(read, head_dim, max_position),
+        rope=read_rope(read, head_dim, max_position),
         windows=_windows(read, traits, use_rope),
         use_rope=use_rope,
-        eos_token_ids=_ends(read),
+        eos_token_ids=read_ends(read),
         **_mixture(read, traits, layers),
     )
     if read.problems:
@@ -203,64 +172,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     return result
 
 
-def _heads(read: _Reader, hidden: int) -> tuple[int, int, int]:
-    """Query heads, key-value heads, numbers per head."""
-    heads = read.positive("num_attention_heads")
-    kv_heads = read.positive("num_key_value_heads", heads)
-    if heads % kv_heads:
-        read.problems.append(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    return heads, kv_heads, read.positive("head_dim", hidden // heads or None)
-
-
-def _ends(read: _Reader) -> tuple[int, ...]:
-    found = read.config.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int for token in ids):
-        read.problems.append(f"eos_token_id: expected a token id or a list of them, got {found!r}")
-        return ()
-    return tuple(ids)
-
-
-def _rope(read: _Reader, head_dim: int, max_position: int) -> RopeSpec:
-    config = read.config
-    options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in options.values()):
-        read.problems.append("rope_parameters: different ones by layer type are not supported")
-        options = {}
-    kind = options.get("rope_type") or options.get("type") or "default"
-    if kind not in KINDS:
-        read.problems.append(f"rope type {kind!r} is not one of {', '.join(KINDS)}")
-        kind = "default"
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if options.get(key) is None:
-            options[key] = config.get(key)
-    original = "original_max_position_embeddings"
-    options[original] = config.get(original) or options.get(original) or max_position
-    theta = _rope_number(read, options, "rope_theta", 10000.0)
-    share = _rope_number(read, options, "partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * share)
-    if share > 1 or rotary_dim % 2:
-        read.problems.append(
-            f"head_dim {head_dim} with partial_rotary_factor {share:g}: "
-            f"cannot rotate {rotary_dim} numbers in pairs"
-        )
-    read.problems += problems_of(kind, options, rotary_dim)
-    return RopeSpec(
-        kind=kind, theta=theta, rotary_dim=rotary_dim, max_position=max_position, options=options
-    )
-
-
-def _rope_number(read: _Reader, options: Mapping[str, Any], key: str, default: float) -> float:
-    value = default if options[key] is None else options[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        read.problems.append(f"{key}: expected a positive number, got {value!r}")
-        return default
-    return float(value)
-
-
-def _windows(read: _Reader, traits: Traits, use_rope: tuple[bool, ...]) -> tuple[int, ...]:
+def _windows(read: ConfigReader, traits: Traits, use_rope: tuple[bool, ...]) -> tuple[int, ...]:
     config, layers, how = read.config, len(use_rope), traits.windowed
     if how is Windowed.NEVER:
         return (0,) * layers
@@ -277,7 +189,7 @@ def _windows(read: _Reader, traits: Traits, use_rope: tuple[bool, ...]) -> tuple
     return tuple(window if slides else 0 for slides in sliding)
 
 
-def _sliding(read: _Reader, how: Windowed, use_rope: tuple[bool, ...]) -> list[bool] | None:
+def _sliding(read: ConfigReader, how: Windowed, use_rope: tuple[bool, ...]) -> list[bool] | None:
     """Which layers have a window if there is one; None if the configuration is wrong."""
     layers, types = len(use_rope), read.config.get("layer_types")
     if types is not None and how is not Windowed.SWITCHED:
@@ -299,7 +211,7 @@ def _sliding(read: _Reader, how: Windowed, use_rope: tuple[bool, ...]) -> list[b
     return [True] * layers
 
 
-def _use_rope(read: _Reader, traits: Traits, layers: int) -> tuple[bool, ...]:
+def _use_rope(read: ConfigReader, traits: Traits, layers: int) -> tuple[bool, ...]:
     if not traits.unrotated:
         return (True,) * layers
     listed = read.config.get("no_rope_layers")
@@ -312,7 +224,7 @@ def _use_rope(read: _Reader, traits: Traits, layers: int) -> tuple[bool, ...]:
     return tuple(bool(flag) for flag in listed[:layers])
 
 
-def _mixture(read: _Reader, traits: Traits, layers: int) -> dict[str, Any]:
+def _mixture(read: ConfigReader, traits: Traits, layers: int) -> dict[str, Any]:
     if not traits.mixture:
         return {"experts": (False,) * layers}
     # Newer files call it num_local_experts.

@@ -17,8 +17,9 @@ from deepinfer_core.interfaces.model import (
     StepContext,
     WeightSpec,
 )
-from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind, ReplayRule
 from deepinfer_core.models.config import DecoderConfig, read_config
+from deepinfer_core.models.groups import window_groups
+from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.rope import tables
 
 
@@ -36,7 +37,13 @@ class DecoderFamily:
             num_query_heads=decoder.num_heads,
             head_dim=decoder.head_dim,
             max_position=decoder.max_position,
-            groups=_groups(decoder, page_size, kv_dtype),
+            groups=window_groups(
+                decoder.windows,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.head_dim,
+                page_size=page_size,
+                dtype=kv_dtype,
+            ),
             weights=tuple(_weights(decoder)),
             eos_token_ids=decoder.eos_token_ids,
         )
@@ -44,28 +51,6 @@ class DecoderFamily:
     def build(self, request: BuildRequest) -> Model:
         """See ``ModelFamily.build``."""
         return Decoder(read_config(request.config), request)
-
-
-def _groups(decoder: DecoderConfig, page_size: int, kv_dtype: str) -> tuple[CacheGroupSpec, ...]:
-    groups = []
-    for window in sorted(set(decoder.windows)):
-        layers = tuple(i for i, w in enumerate(decoder.windows) if w == window)
-        rules = (ReplayRule.SNAPSHOT, ReplayRule.EXACT) if window else (ReplayRule.STORED,)
-        groups.append(
-            CacheGroupSpec(
-                name=f"window{window}" if window else "full",
-                kind=GroupKind.WINDOW if window else GroupKind.FULL,
-                window=window,
-                layers=layers,
-                num_kv_heads=decoder.num_kv_heads,
-                key_dim=decoder.head_dim,
-                value_dim=decoder.head_dim,
-                dtype=kv_dtype,
-                page_size=page_size,
-                replay=rules,
-            )
-        )
-    return tuple(groups)
 
 
 def _weights(decoder: DecoderConfig) -> list[WeightSpec]:
@@ -112,32 +97,10 @@ def _weights(decoder: DecoderConfig) -> list[WeightSpec]:
     return specs
 
 
-class _Loader:
-    """Reads weights, converts them, and packs them for the bound ops."""
-
-    def __init__(self, request: BuildRequest) -> None:
-        self._read = request.read
-        self._dtype: torch.dtype = getattr(torch, request.dtype)
-        self._device = request.device
-        self.linear_op = request.ops.linear
-
-    def tensor(self, name: str) -> Tensor:
-        return self._read(name).to(self._device, self._dtype)
-
-    def linear(self, *names: str, bias: bool) -> Any:
-        """One handle for projections that share an input, outputs one after another."""
-        weights = [self.tensor(f"{name}.weight") for name in names]
-        biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return self.linear_op.prepare(
-            torch.cat(weights) if len(weights) > 1 else weights[0],
-            None if biases is None else torch.cat(biases),
-        )
-
-
 class DenseFeedForward:
     """Gated feed-forward of one layer."""
 
-    def __init__(self, decoder: DecoderConfig, base: str, load: _Loader, ops: Any) -> None:
+    def __init__(self, decoder: DecoderConfig, base: str, load: WeightLoader, ops: Any) -> None:
         self._linear, self._silu_mul = ops.linear.run, ops.silu_mul.run
         names = f"{base}mlp.gate_proj", f"{base}mlp.up_proj"
         self._gate_up = load.linear(*names, bias=decoder.mlp_bias)
@@ -152,7 +115,7 @@ class DenseFeedForward:
 class ExpertFeedForward:
     """Routed feed-forward of one layer."""
 
-    def __init__(self, decoder: DecoderConfig, base: str, load: _Loader, ops: Any) -> None:
+    def __init__(self, decoder: DecoderConfig, base: str, load: WeightLoader, ops: Any) -> None:
         self._ops, self._decoder = ops, decoder
         self._gate = load.linear(f"{base}mlp.gate", bias=False)
         gate_up, down = [], []
@@ -176,7 +139,7 @@ class ExpertFeedForward:
 class DecoderLayer:
     """Weights of one layer and what it does with them."""
 
-    def __init__(self, decoder: DecoderConfig, index: int, load: _Loader, ops: Any) -> None:
+    def __init__(self, decoder: DecoderConfig, index: int, load: WeightLoader, ops: Any) -> None:
         base = f"model.layers.{index}."
         self.index, self._ops, self._decoder = index, ops, decoder
         self.input_norm = load.tensor(base + "input_layernorm.weight")
@@ -224,7 +187,7 @@ class Decoder:
 
     def __init__(self, decoder: DecoderConfig, request: BuildRequest) -> None:
         ops = request.ops
-        load = _Loader(request)
+        load = WeightLoader(request)
         self.spec = request.spec
         self._ops, self._eps = ops, decoder.norm_eps
         table = load.tensor("model.embed_tokens.weight")

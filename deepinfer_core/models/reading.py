@@ -1,0 +1,116 @@
+"""Typed reading of Hugging Face configurations, shared by model families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepinfer_core.models.rope import KINDS, RopeSpec, problems_of
+
+
+class ConfigReader:
+    """Typed access that collects problems instead of raising."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.problems: list[str] = []
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            self.problems.append(f"{key}: expected a positive whole number, got {value!r}")
+            return 1
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number above 0."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            self.problems.append(f"{key}: expected a positive number, got {value!r}")
+            return default
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            self.problems.append(f"{key}: expected true or false, got {value!r}")
+            return default
+        return value
+
+
+def read_heads(read: ConfigReader, hidden: int) -> tuple[int, int, int]:
+    """Query heads, key-value heads, numbers per head."""
+    heads = read.positive("num_attention_heads")
+    kv_heads = read.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        read.problems.append(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    return heads, kv_heads, read.positive("head_dim", hidden // heads or None)
+
+
+def read_ends(read: ConfigReader) -> tuple[int, ...]:
+    """Ids that end a sequence."""
+    found = read.config.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        read.problems.append(f"eos_token_id: expected a token id or a list of them, got {found!r}")
+        return ()
+    return tuple(ids)
+
+
+def read_rope(
+    read: ConfigReader,
+    head_dim: int,
+    max_position: int,
+    options: Mapping[str, Any] | None = None,
+) -> RopeSpec:
+    """Rotary embedding.
+
+    Args:
+        read: the configuration.
+        head_dim: numbers per head.
+        max_position: positions the model is made for.
+        options: of a kind of layers that has its own; None takes the configuration's.
+    """
+    config = read.config
+    if options is None:
+        options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    options = dict(options)
+    if any(isinstance(value, Mapping) for value in options.values()):
+        read.problems.append("rope_parameters: different ones by layer type are not supported")
+        options = {}
+    kind = options.get("rope_type") or options.get("type") or "default"
+    if kind not in KINDS:
+        read.problems.append(f"rope type {kind!r} is not one of {', '.join(KINDS)}")
+        kind = "default"
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if options.get(key) is None:
+            options[key] = config.get(key)
+    original = "original_max_position_embeddings"
+    options[original] = config.get(original) or options.get(original) or max_position
+    theta = _rope_number(read, options, "rope_theta", 10000.0)
+    share = _rope_number(read, options, "partial_rotary_factor", 1.0)
+    rotary_dim = int(head_dim * share)
+    if share > 1 or rotary_dim % 2:
+        read.problems.append(
+            f"head_dim {head_dim} with partial_rotary_factor {share:g}: "
+            f"cannot rotate {rotary_dim} numbers in pairs"
+        )
+    read.problems += problems_of(kind, options, rotary_dim)
+    return RopeSpec(
+        kind=kind, theta=theta, rotary_dim=rotary_dim, max_position=max_position, options=options
+    )
+
+
+def _rope_number(read: ConfigReader, options: Mapping[str, Any], key: str, default: float) -> float:
+    value = default if options[key] is None else options[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        read.problems.append(f"{key}: expected a positive number, got {value!r}")
+        return default
+    return float(value)

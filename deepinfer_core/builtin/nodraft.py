@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    CommittedRows,
+    Draft,
+    DrafterContext,
+    DraftOutcome,
+    DraftRequest,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +31,9 @@ class NoDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Return an empty draft for each request."""
         return [Draft() for _ in requests]
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Take no note."""
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Take no note."""

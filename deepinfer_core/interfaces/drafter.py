@@ -91,6 +91,24 @@ class Draft:
     distributions: torch.Tensor | None = None
 
 
+@frozen(kw_only=True)
+class DraftOutcome:
+    """What became of one sequence's drafts in a step.
+
+    Attributes:
+        sequence_id: whose.
+        verified: leading drafts that were judged; the rest was not looked at.
+        accepted: leading drafts that were accepted.
+        acceptance: probability with which each judged draft was accepted (1 minus the total
+            variation distance), up to the first rejected one; only in mode ``rejection``.
+    """
+
+    sequence_id: int
+    verified: int
+    accepted: int
+    acceptance: tuple[float, ...] = field(default=(), converter=_numbers)
+
+
 @frozen(kw_only=True, eq=False)
 class CommittedRows:
     """Rows of a step whose state is final: prefill, decode and accepted drafts, none else.
@@ -121,8 +139,9 @@ class CommittedRows:
 class Drafter(Protocol):
     """A proposer of tokens. Wrong drafts cost time, never correctness.
 
-    All calls come from the accelerator's queue, one at a time. A step calls ``observe`` (if the
-    drafter has taps), then ``commit`` for each of its sequences; ``propose`` comes between steps.
+    All calls come from the accelerator's queue, one at a time. After a step come ``judge`` (if it
+    verified drafts), ``observe`` (if the drafter has taps), then ``commit`` for each of its
+    sequences; ``propose`` comes before the next one.
     A drafter that raises loses its drafts of that step, and after a few times its place.
 
     Attributes:
@@ -141,6 +160,10 @@ class Drafter(Protocol):
 
         Every position of a request but its newest token's was committed before.
         """
+        ...
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """What became of the drafts of a step; only to learn from, ``commit`` says what counts."""
         ...
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:

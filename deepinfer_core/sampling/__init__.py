@@ -1,7 +1,7 @@
 """Logits and parameters to tokens, with random numbers that depend on the position alone.
 
 `Sampler` draws, `filtered_distribution` says from what, `score_rows` gives prompt logprobs;
-`rng` has the random numbers that verification of drafts and kernels must follow.
+`verify` judges drafts; `rng` has the random numbers that all of it and kernels must follow.
 """
 
 from deepinfer_core.sampling.draws import draw_coupled, draw_masses
@@ -18,6 +18,7 @@ from deepinfer_core.sampling.rng import (
 from deepinfer_core.sampling.rows import FailureKind, RowFailure, RowParams, TokenHistory
 from deepinfer_core.sampling.sampler import Sampler, SampleResult, filtered_distribution
 from deepinfer_core.sampling.scores import score_row, score_rows
+from deepinfer_core.sampling.verify import Trial, Verdict, judge_draft, verify
 
 __all__ = [
     "Candidates",
@@ -28,11 +29,14 @@ __all__ = [
     "SampleResult",
     "Sampler",
     "TokenHistory",
+    "Trial",
+    "Verdict",
     "candidates",
     "draw_coupled",
     "draw_masses",
     "filtered_distribution",
     "gumbel",
+    "judge_draft",
     "output_seed",
     "pack_mask",
     "process",
@@ -41,4 +45,5 @@ __all__ = [
     "stream_key",
     "uniform",
     "uniform_bits",
+    "verify",
 ]

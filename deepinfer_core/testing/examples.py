@@ -14,7 +14,13 @@ import numpy.typing as npt
 
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.constraint import ConstraintContext
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    CommittedRows,
+    Draft,
+    DrafterContext,
+    DraftOutcome,
+    DraftRequest,
+)
 from deepinfer_core.interfaces.parser import EventKind, ParsedEvent, ParserContext
 
 if TYPE_CHECKING:
@@ -50,6 +56,9 @@ class LookupDrafter:
             drafts.append(known[-1])
         confidences = [0.5 ** (depth + 1) for depth in range(len(drafts))]
         return Draft(token_ids=drafts, confidences=confidences)
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Take no note: it learns nothing."""
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Take no note: tokens are all it needs."""

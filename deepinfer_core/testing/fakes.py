@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from deepinfer_core.errors import ConformanceError
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
 from deepinfer_core.interfaces.observer import Event
 from deepinfer_core.testing.simulation import Arrival, Decision, SimulatedCore, SimulatedRound
 
@@ -101,6 +101,7 @@ class ScriptedDrafter:
         self.requests: list[DraftRequest] = []
         self.committed: dict[int, int] = {}
         self.released: list[int] = []
+        self.outcomes: list[DraftOutcome] = []
         self._script = script
         self._confidence = confidence
 
@@ -136,6 +137,10 @@ class ScriptedDrafter:
             confidences = [self._confidence] * len(token_ids)
             drafts.append(Draft(token_ids=token_ids, confidences=confidences))
         return drafts
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Record what became of drafts."""
+        self.outcomes += outcomes
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Check that the layers it asked for are there."""

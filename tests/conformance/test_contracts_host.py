@@ -12,7 +12,13 @@ import pytest
 from deepinfer_core.builtin.configs import JsonlObserverConfig
 from deepinfer_core.components import Slot
 from deepinfer_core.errors import RequestError
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    CommittedRows,
+    Draft,
+    DrafterContext,
+    DraftOutcome,
+    DraftRequest,
+)
 from deepinfer_core.testing.contracts import CONTRACTS, Contract
 from deepinfer_core.testing.contracts.base import failures, laws
 from deepinfer_core.testing.contracts.constraint import GRAMMARS
@@ -137,6 +143,9 @@ class TapDrafter:
             token_ids = [int(shown * 1000 + depth) % 64 for depth in range(request.limit)]
             drafts.append(Draft(token_ids=token_ids, confidences=[0.5] * request.limit))
         return drafts
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        assert all(outcome.accepted <= outcome.verified for outcome in outcomes)
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         known = self._rows.setdefault(rows.sequence_ids[0], {})

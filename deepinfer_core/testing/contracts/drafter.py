@@ -14,6 +14,7 @@ from deepinfer_core.interfaces.drafter import (
     Draft,
     Drafter,
     DrafterContext,
+    DraftOutcome,
     DraftRequest,
 )
 from deepinfer_core.interfaces.model import ModelSpec
@@ -95,10 +96,19 @@ class PlayedSequence:
         drafts: list[Draft] = []
         for _ in range(count):
             drafts += self.drafter.propose([self.request()])
-            for drafted in (*drafts[-1].token_ids, None):
+            verified = drafts[-1].token_ids
+            begin = len(self.tokens)
+            for drafted in (*verified, None):
                 self.tokens.append(target_token(self.seed, self.tokens))
                 if drafted != self.tokens[-1]:
                     break
+            if verified:
+                outcome = DraftOutcome(
+                    sequence_id=self.sequence_id,
+                    verified=len(verified),
+                    accepted=len(self.tokens) - begin - 1,
+                )
+                self.drafter.judge([outcome])
             self.tell()
         return drafts
 

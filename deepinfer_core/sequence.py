@@ -140,12 +140,21 @@ class Sequence:
         """Every known token, as a list-like view that costs nothing to make."""
         return TokenView(self._tokens, self._length)
 
-    def append(self, token_id: int) -> None:
-        """A sampled token became known."""
-        if self._length == len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * self._length)
-        self._tokens[self._length] = token_id
-        self._length += 1
+    def append(self, token_ids: Items[int]) -> None:
+        """Drawn tokens became known."""
+        self._put(token_ids)
+        self._length += len(token_ids)
+
+    def tokens_with(self, token_ids: Items[int]) -> Items[int]:
+        """Every known token and some that are not known yet, as ``tokens`` shows them."""
+        self._put(token_ids)
+        return TokenView(self._tokens, self._length + len(token_ids))
+
+    def _put(self, token_ids: Items[int]) -> None:
+        stop = self._length + len(token_ids)
+        if stop > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * stop)
+        self._tokens[self._length : stop] = token_ids
 
     @property
     def output(self) -> Items[int]:

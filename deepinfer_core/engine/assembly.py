@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
@@ -14,23 +15,29 @@ from typing import Any
 import attrs
 import torch
 
+from deepinfer_core.capabilities import Feature
 from deepinfer_core.checkpoint.coverage import check_coverage
 from deepinfer_core.components import Slot
 from deepinfer_core.compose import compose, device_type
-from deepinfer_core.config import AUTO, EngineConfig, apply_environ
+from deepinfer_core.config import AUTO, NONE, EngineConfig, apply_environ
 from deepinfer_core.engine.admission import capacity
 from deepinfer_core.engine.model_facts import FoundModel, find
 from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.sizing import page_counts
+from deepinfer_core.engine.step_times import StepTimes
 from deepinfer_core.errors import CompositionError, DeepInferError, EngineError
 from deepinfer_core.hub.locate import default_cache_dir
 from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
 from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
+from deepinfer_core.interfaces.budget import Budget, BudgetContext
 from deepinfer_core.interfaces.cache import CacheContext
+from deepinfer_core.interfaces.constraint import Constraint, ConstraintContext
+from deepinfer_core.interfaces.drafter import Drafter, DrafterContext
 from deepinfer_core.interfaces.eviction import EvictionContext
+from deepinfer_core.interfaces.executor import Executor
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.interfaces.kv_store import KvStoreContext
-from deepinfer_core.interfaces.model import BuildRequest, ModelSpec
+from deepinfer_core.interfaces.model import BuildRequest, Model, ModelSpec
 from deepinfer_core.interfaces.observer import ObserverContext
 from deepinfer_core.interfaces.parser import ParserContext
 from deepinfer_core.interfaces.recipe import RecipeContext
@@ -123,7 +130,7 @@ class _Builder:
 
     def build(self) -> EngineParts:
         """Build every part; weights are read last but one."""
-        self._refuse_unsupported()
+        self._check_drafts()
         overlap = self._overlaps()
         accelerator: Accelerator = self._part(
             Slot.ACCELERATOR,
@@ -139,18 +146,17 @@ class _Builder:
         reading = ThreadPoolExecutor(1, "deepinfer-tokenizer")
         tokenizing = reading.submit(self._tokenizer)
         reading.shutdown(wait=False)
+        op_table = OpTable(
+            ops,
+            OpFacts(device_type=accelerator.device.type, dtype=dtype, batch_invariant=invariant),
+        )
         model = self._found.family.build(
             BuildRequest(
                 config=self._found.checkpoint.config,
                 spec=spec,
                 read=self._found.checkpoint.read,
                 read_packed=self._found.checkpoint.read_packed,
-                ops=OpTable(
-                    ops,
-                    OpFacts(
-                        device_type=accelerator.device.type, dtype=dtype, batch_invariant=invariant
-                    ),
-                ),
+                ops=op_table,
                 dtype=dtype,
                 device=accelerator.device,
             )
@@ -160,6 +166,7 @@ class _Builder:
             attention.allocate(group, pages, accelerator.device)
             for group, pages in zip(spec.groups, num_pages, strict=True)
         ]
+        executor = LocalExecutor(accelerator, model, attention, storages)
         details = {
             "dtype": dtype,
             "device": " ".join(f"{key}={value}" for key, value in accelerator.describe().items()),
@@ -168,13 +175,16 @@ class _Builder:
             "cache": _describe_groups(spec, num_pages),
             "ops": " ".join(f"{choice.op}={choice.provider.name}" for choice in ops),
         }
+        drafter = self._drafter(spec, model, accelerator, op_table, dtype)
+        budget = None if drafter is None else self._budget(spec, accelerator, executor, details)
+        details["drafts"] = self._describe_drafts(drafter)
         tokenizer, tokenizer_error = tokenizing.result()
         return EngineParts(
             config=self._config,
             plan=self._plan.with_details(details),
             spec=spec,
             accelerator=accelerator,
-            executor=LocalExecutor(accelerator, model, attention, storages),
+            executor=executor,
             cache=self._cache(spec, num_pages, storages),
             scheduler=self._part(
                 Slot.SCHEDULER,
@@ -187,6 +197,9 @@ class _Builder:
                 (part.name, part.build(ObserverContext(plan=self._plan)))
                 for part in self._plan.parts_of(Slot.OBSERVER)
             ),
+            drafter=drafter,
+            budget=budget,
+            constraint=self._constraint(spec, tokenizer),
             max_length=spec.max_position,
             capacity=capacity(spec.groups, num_pages, self._options.max_batch_tokens),
             eos_token_ids=self._ends(spec, tokenizer),
@@ -210,13 +223,101 @@ class _Builder:
         part = self._plan.part(Slot.ACCELERATOR)
         return part is not None and device_type(part.component) != "cpu"
 
-    def _refuse_unsupported(self) -> None:
+    def _check_drafts(self) -> None:
+        """Refuse a drafter without what verification needs, before weights are read."""
         drafter = self._plan.part(Slot.DRAFTER)
-        if drafter is not None and drafter.name != "none":
+        if drafter is None or drafter.name == NONE:
+            return
+        cache = self._plan.part(Slot.CACHE)
+        if cache is not None and Feature.ROLLBACK not in cache.component.offers:
             raise CompositionError(
-                f"drafter {drafter.name!r}: this version composes drafters and checks them, but "
-                "its engine does not verify drafts yet; set drafter.use to 'none'"
+                f"drafter {drafter.name!r}: cache {cache.name!r} does not offer "
+                f"{Feature.ROLLBACK.value}, so that rejected drafts could not be taken back; "
+                "set cache.use to another, or drafter.use to 'none'"
             )
+        if self._plan.part(Slot.BUDGET) is None:
+            raise CompositionError(
+                f"drafter {drafter.name!r} needs a budget that says how many drafts are verified; "
+                "set budget.use to 'fixed', or drafter.use to 'none'"
+            )
+
+    def _drafter(
+        self, spec: ModelSpec, model: Model, accelerator: Accelerator, ops: OpTable, dtype: str
+    ) -> Drafter | None:
+        part = self._plan.part(Slot.DRAFTER)
+        if part is None or part.name == NONE:
+            return None
+        drafter: Drafter = part.build(
+            DrafterContext(
+                model_spec=spec,
+                model=model,
+                device=accelerator.device,
+                max_drafts=self._options.max_drafts,
+                max_sequences=self._options.max_sequences,
+                config=self._found.checkpoint.config,
+                read=self._found.checkpoint.read,
+                ops=ops,
+                dtype=dtype,
+            )
+        )
+        known = {"embedding", *(f"layer.{layer}" for layer in range(spec.num_layers))}
+        if unknown := sorted(set(drafter.taps) - known):
+            raise CompositionError(
+                f"drafter {part.name!r} reads {', '.join(unknown)}, but the layers of "
+                f"{self._config.model} are layer.0 to layer.{spec.num_layers - 1}"
+            )
+        model_part = self._plan.part(Slot.MODEL)
+        offers = frozenset() if model_part is None else model_part.component.offers
+        if drafter.taps and Feature.TAPS not in offers:
+            raise CompositionError(
+                f"drafter {part.name!r} reads layers of the target, which its model family does "
+                "not hand out (taps)"
+            )
+        return drafter
+
+    def _budget(
+        self,
+        spec: ModelSpec,
+        accelerator: Accelerator,
+        executor: Executor,
+        details: Mapping[str, str],
+    ) -> Budget:
+        facts = (_namespace(self._found, spec), sorted(details.items()), self._options.num_threads)
+        budget: Budget = self._part(
+            Slot.BUDGET,
+            BudgetContext(
+                max_drafts=self._options.max_drafts,
+                step_ms=StepTimes(accelerator, executor, spec, time.perf_counter),
+                max_batch_tokens=self._options.max_batch_tokens,
+                max_sequences=self._options.max_sequences,
+                verification=self._options.verification,
+                fingerprint=hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest(),
+            ),
+        )
+        return budget
+
+    def _describe_drafts(self, drafter: Drafter | None) -> str:
+        part = self._plan.part(Slot.BUDGET)
+        if drafter is None or part is None:
+            return "none"
+        taps = f", reads {' '.join(drafter.taps)}" if drafter.taps else ""
+        return (
+            f"at most {self._options.max_drafts} a sequence, {self._options.verification} "
+            f"verification, budget {part.name}{taps}"
+        )
+
+    def _constraint(
+        self, spec: ModelSpec, tokenizer: Tokenizer | None
+    ) -> Callable[[], Constraint] | None:
+        """Return what makes the compiler of grammars, once, when the first one is asked for."""
+        if tokenizer is None or self._plan.part(Slot.CONSTRAINT) is None:
+            return None
+        context = ConstraintContext(
+            vocab_size=spec.vocab_size,
+            token_text=tokenizer.bytes_of,
+            eos_token_ids=self._ends(spec, tokenizer),
+        )
+        return _Once(lambda: self._part(Slot.CONSTRAINT, context))
 
     def _spec(self, dtype: str) -> ModelSpec:
         spec = self._found.describe(page_size=self._options.page_size, kv_dtype=dtype)
@@ -348,6 +449,20 @@ def detokenizers(tokenizer: Tokenizer) -> Callable[..., StreamDetokenizer]:
         )
 
     return make
+
+
+class _Once:
+    """Makes an object when it is asked for the first time, from whatever thread."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: Any = None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
 
 
 class _From(Container[int]):

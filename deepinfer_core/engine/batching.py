@@ -21,7 +21,8 @@ class LogitRow:
     Attributes:
         grant: whose.
         position: position of the row's token.
-        samples: True to draw the next token from it, False to score the prompt's next token.
+        samples: True to draw the next token from it (or judge the draft there), False to score the
+            prompt's next token.
     """
 
     grant: Grant
@@ -41,7 +42,10 @@ def logit_rows(grants: Items[Grant]) -> list[LogitRow]:
                 for position in range(max(grant.start, sequence.num_scored), last)
             ]
         if grant.samples:
-            rows.append(LogitRow(grant=grant, position=grant.stop - 1, samples=True))
+            rows += [
+                LogitRow(grant=grant, position=position, samples=True)
+                for position in range(grant.stop - 1, grant.reach)
+            ]
     return rows
 
 
@@ -54,6 +58,7 @@ def build_batch(
     groups: Items[CacheGroupSpec],
     sampled_rows: Mapping[int, int],
     copies: tuple[PageCopy, ...],
+    taps: Items[str] = (),
 ) -> Batch:
     """Put a step together.
 
@@ -66,19 +71,22 @@ def build_batch(
         sampled_rows: sequence id -> row of the previous step's samples, for tokens the host does
             not know yet.
         copies: page copies to make first.
+        taps: layer outputs to keep.
     """
-    counts = np.array([grant.count for grant in grants], np.int32)
+    counts = np.array([grant.num_rows for grant in grants], np.int32)
     starts: Int32 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     total = int(starts[-1])
     token_ids, sources = np.zeros(total, np.int32), np.full(total, -1, np.int32)
     positions = np.empty(total, np.int32)
     for grant, begin in zip(grants, starts, strict=False):
-        sequence, end = grant.sequence, int(begin) + grant.count
-        positions[begin:end] = np.arange(grant.start, grant.stop)
+        sequence, end = grant.sequence, int(begin) + grant.num_rows
+        positions[begin:end] = np.arange(grant.start, grant.reach)
         known = sequence.known(grant.start, grant.stop)
         token_ids[begin : begin + len(known)] = known
         if len(known) < grant.count:
             sources[begin + len(known)] = sampled_rows[sequence.sequence_id]
+        if grant.num_drafts:
+            token_ids[begin + grant.count : end] = grant.draft.token_ids
     index_of = {grant.sequence.sequence_id: index for index, grant in enumerate(grants)}
     owners = np.array([index_of[row.grant.sequence.sequence_id] for row in rows], np.int32)
     wanted = [
@@ -93,8 +101,8 @@ def build_batch(
         token_sources=sources,
         positions=positions,
         query_starts=starts,
-        context_lengths=np.array([grant.stop for grant in grants], np.int32),
-        num_drafts=none,
+        context_lengths=np.array([grant.reach for grant in grants], np.int32),
+        num_drafts=np.array([grant.num_drafts for grant in grants], np.int32),
         logit_rows=np.array(wanted, np.int32),
         logit_sequences=owners,
         keep_from=none,
@@ -110,6 +118,7 @@ def build_batch(
             for index, spec in enumerate(groups)
         ),
         copies=copies,
+        taps=tuple(taps),
     )
 
 

@@ -8,6 +8,7 @@ runs steps and finds offenders; this module keeps the books.
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -19,9 +20,12 @@ import attrs
 
 from deepinfer_core.components import Slot
 from deepinfer_core.engine.admission import Limits, admit
+from deepinfer_core.engine.constrained import Constrained
+from deepinfer_core.engine.grammars import Grammars
 from deepinfer_core.engine.output_stream import OutputStream
 from deepinfer_core.engine.request_state import Member, RequestState
 from deepinfer_core.engine.round import EngineRound, undo_grant
+from deepinfer_core.engine.speculation import speculator
 from deepinfer_core.engine.stats import Counters, EngineStats
 from deepinfer_core.engine.stepper import Drawn, Flight, Stepper
 from deepinfer_core.engine.watch import Watch
@@ -32,7 +36,13 @@ from deepinfer_core.errors import (
     RequestError,
 )
 from deepinfer_core.log import get_logger
-from deepinfer_core.requests import Delta, FinishReason, Request, RequestOutput
+from deepinfer_core.requests import (
+    Delta,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from deepinfer_core.sampling import RowFailure, RowParams, TokenHistory, output_seed
 from deepinfer_core.sequence import Phase, Sequence
 from deepinfer_core.text.detokenizer import StreamDetokenizer
@@ -53,7 +63,7 @@ STALLED_ROUNDS = 500
 """Rounds in a row without a grant, with nothing in flight, after which the engine gives up."""
 
 STALLED_PAUSE_S = 0.002
-"""Pause after such a round."""
+"""Pause after such a round, and after one that only waits for a grammar."""
 
 SCHEDULER_TRIES = 3
 """Rounds in a row a scheduler may fail before the engine gives up."""
@@ -77,6 +87,11 @@ class Engine:
             capacity=parts.capacity,
             max_waiting=options.max_waiting,
         )
+        self._watch = Watch(parts.observers, clock)
+        self._speculator = speculator(parts, clock, self._watch.event)
+        self._grammars = Grammars(
+            parts.constraint, options.grammar_timeout_s, options.grammar_max_bytes
+        )
         self._stepper = Stepper(
             accelerator=parts.accelerator,
             executor=parts.executor,
@@ -84,14 +99,17 @@ class Engine:
             groups=parts.spec.groups,
             row_params=self._row_params,
             retries=options.step_retries,
+            speculator=self._speculator,
+            verification=options.verification,
         )
-        self._watch = Watch(parts.observers, clock)
         self._random = Random(parts.config.seed)
         self._requests: dict[str, RequestState] = {}
         self._members: dict[int, tuple[RequestState, Member]] = {}
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._compiling: list[RequestState] = []
         self._flight: Flight | None = None
+        self._launched_s = 0.0
         self._outbox: deque[Delta] = deque()
         self._results: OrderedDict[str, RequestOutput] = OrderedDict()
         self._counters = Counters()
@@ -213,19 +231,27 @@ class Engine:
             AdmissionError: it can never fit, or too many are waiting.
             EngineClosedError: the engine was closed.
             EngineError: the engine has failed.
+
+        A grammar is compiled meanwhile; a bad one ends the request with an error (``prepare`` tells
+        earlier).
         """
         self._check_alive()
         if request.request_id in self._requests:
             raise RequestError(
                 f"request {request.request_id!r} is alive already; choose another request_id"
             )
-        limit = admit(request, self._limits, len(self._waiting))
+        limit = admit(request, self._limits, len(self._waiting) + len(self._compiling))
+        grammar = self.prepare(request.params)
         now_s = self._clock()
         deadline_s, default = request.deadline_s, self.config.engine.deadline_s
         if deadline_s is None and default is not None:
             deadline_s = now_s + default
         state = RequestState(
-            request=request, members=[], arrival_s=request.arrival_s or now_s, deadline_s=deadline_s
+            request=request,
+            members=[],
+            arrival_s=request.arrival_s or now_s,
+            deadline_s=deadline_s,
+            grammar=grammar,
         )
         seed = request.params.effective_seed(self._random.getrandbits(64))
         for index in range(request.params.n):
@@ -237,6 +263,55 @@ class Engine:
             request_id=request.request_id,
             prompt_tokens=len(request.prompt_token_ids),
         )
+        if grammar is not None:
+            self._compiling.append(state)
+            self._start_compiled()
+
+    def prepare(self, params: SamplingParams) -> concurrent.futures.Future[Any] | None:
+        """Start to compile what a request will need; may be called from any thread.
+
+        Returns:
+            What ends when that is there, with a RequestError if the grammar is bad; None if there
+            is nothing to wait for.
+
+        Raises:
+            RequestError: structured output is asked for and cannot be had.
+        """
+        return None if params.structured is None else self._grammars.prepare(params.structured)
+
+    def _start_compiled(self) -> None:
+        """Let requests go on whose grammar is there; end those whose grammar is bad."""
+        compiling, self._compiling = self._compiling, []
+        for state in compiling:
+            if state.grammar is not None and not state.grammar.done():
+                if state.alive:
+                    self._compiling.append(state)
+                continue
+            try:
+                self._constrain(state)
+            except Exception as error:
+                for member in state.alive:
+                    self._finish(member.sequence, FinishReason.ERROR, str(error))
+
+    def _constrain(self, state: RequestState) -> None:
+        structured = state.request.params.structured
+        if state.grammar is None or structured is None:
+            return
+        matcher = state.grammar.result()
+        for member in state.alive:
+            member.constrained = Constrained(
+                matcher.fork(), structured, self._limits.vocab_size, self._parts.eos_token_ids
+            )
+        for member in state.alive:
+            if not self._waits_for_sibling(member.sequence):
+                member.sequence.phase = Phase.WAITING
+                self._waiting.append(member.sequence)
+        self._waiting.sort(key=lambda s: (s.arrival_s, s.sequence_id))
+
+    @staticmethod
+    def _waits_for_sibling(sequence: Sequence) -> bool:
+        """Whether it shares the first output's prompt once that is computed."""
+        return sequence.index > 0 and sequence.num_prompt_tokens > 1
 
     def _add_member(self, state: RequestState, index: int, limit: int, seed: int) -> None:
         request, params = state.request, state.request.params
@@ -257,8 +332,8 @@ class Engine:
         member = Member(sequence, stream, history)
         state.members.append(member)
         self._members[sequence.sequence_id] = state, member
-        if index and len(request.prompt_token_ids) > 1:
-            sequence.phase = Phase.HELD  # shares the first one's prompt once that is computed
+        if self._waits_for_sibling(sequence) or state.grammar is not None:
+            sequence.phase = Phase.HELD
         else:
             self._waiting.append(sequence)
 
@@ -304,13 +379,18 @@ class Engine:
 
     def _round(self) -> None:
         self._end_unwanted()
+        if self._compiling:
+            self._start_compiled()
         flight = self._schedule()
         if self._flight is not None:
             self._look_at(self._flight)
             self._flight = None
         if flight is None:
+            self._wait_for_grammars()
             return
         self._stepper.complete(flight)
+        if self._speculator is not None and not flight.repeated:
+            self._speculator.timed(flight.num_rows, self._clock() - self._launched_s)
         self._settle(flight)
         if self._overlap:
             self._flight = flight
@@ -349,6 +429,7 @@ class Engine:
         self._scheduler_failures = 0
         for sequence in round_.preempted:
             self._counters.num_preemptions += 1
+            self._forget_drafts(sequence)
             self._watch.event("sequence.preempted", request_id=sequence.request.request_id)
         self._requeue()
         if not round_.grants:
@@ -360,7 +441,18 @@ class Engine:
             state, _ = self._members[grant.sequence.sequence_id]
             if state.started_s is None:
                 state.started_s = round_.now_s
+        if self._speculator is not None:
+            self._speculator.add_drafts(round_)
+        self._launched_s = self._clock()
         return self._stepper.launch(self._counters.num_steps, list(round_.grants.values()))
+
+    def _wait_for_grammars(self) -> None:
+        """Nothing runs: rest until a grammar is there, or for a moment."""
+        futures = [s.grammar for s in self._compiling if s.grammar is not None]
+        if futures and not (self._running or self._waiting):
+            concurrent.futures.wait(
+                futures, STALLED_PAUSE_S, return_when=concurrent.futures.FIRST_COMPLETED
+            )
 
     def _note_stall(self, running: Items[Sequence], waiting: Items[Sequence]) -> None:
         """Nobody was granted anything; a policy that goes on like that would hang its users."""
@@ -396,9 +488,13 @@ class Engine:
 
     def _settle(self, flight: Flight) -> None:
         """The step is over on the device: books, forks, offenders."""
-        self._counters.num_computed_tokens += sum(grant.count for grant in flight.grants)
+        self._counters.num_computed_tokens += flight.num_rows
+        if self._speculator is not None:  # the next step's drafts follow these tokens
+            self._learn(flight)
         for grant in flight.returned:
             undo_grant(self._parts.cache, grant)
+            if grant.admitted:
+                self._forget_drafts(grant.sequence)
         if flight.failed:
             self._counters.num_failed_steps += 1
         for sequence, message in flight.failed:
@@ -411,8 +507,28 @@ class Engine:
                 self._release_siblings(sequence, share=True)
         self._requeue()
 
+    def _learn(self, flight: Flight) -> None:
+        """The host takes note of a step's tokens."""
+        if flight.learned:
+            return
+        flight.learned = True
+        for drawn in flight.drawn:
+            sequence = drawn.sequence
+            if sequence.phase is Phase.FINISHED:
+                continue
+            state, member = self._members[sequence.sequence_id]
+            sequence.num_pending -= 1
+            sequence.append(drawn.token_ids)
+            sequence.num_computed += drawn.num_accepted
+            if member.history is not None:
+                member.history.append(drawn.token_ids)
+            state.num_drafted += drawn.num_drafts
+            state.num_accepted += drawn.num_accepted
+            self._counters.count_drafts(drawn.num_drafts, drawn.num_accepted)
+
     def _look_at(self, flight: Flight) -> None:
         """The host's half of a step: tokens become known, outputs grow and end."""
+        self._learn(flight)
         for sequence, position, report in flight.scored:
             state, _ = self._members.get(sequence.sequence_id, (None, None))
             if state is None:
@@ -432,43 +548,57 @@ class Engine:
             if done and sequence.num_tokens >= sequence.limit and not sequence.num_pending:
                 self._finish(sequence, FinishReason.LENGTH)
         self._requeue()
-        self._watch.event("step.done", tokens=sum(grant.count for grant in flight.grants))
+        self._watch.event(
+            "step.done",
+            tokens=flight.num_rows,
+            drafted=sum(drawn.num_drafts for drawn in flight.drawn),
+            accepted=sum(drawn.num_accepted for drawn in flight.drawn),
+        )
 
     def _take(self, drawn: Drawn) -> None:
-        """A token of one output became known."""
+        """Tokens of one output became known: text, and perhaps its end."""
         sequence = drawn.sequence
         if sequence.phase is Phase.FINISHED:
             return
-        sequence.num_pending -= 1
+        state, member = self._members[sequence.sequence_id]
+        if state.first_token_s is None and drawn.token_ids:
+            state.first_token_s = self._clock()
+        if drawn.token_ids:
+            self._extend(state, member, drawn)
         if drawn.failure is not None:
             self._finish(sequence, FinishReason.ERROR, drawn.failure)
-            return
-        state, member = self._members[sequence.sequence_id]
-        if state.first_token_s is None:
-            state.first_token_s = self._clock()
-        sequence.append(drawn.token_id)
-        self._counters.num_output_tokens += 1
-        if member.history is not None:
-            member.history.append([drawn.token_id])
-        is_last = sequence.num_known >= sequence.limit
+
+    def _extend(self, state: RequestState, member: Member, drawn: Drawn) -> None:
+        sequence, constrained = member.sequence, member.constrained
+        is_last = drawn.start + len(drawn.token_ids) >= sequence.limit
         try:
-            delta = member.stream.push(drawn.token_id, drawn.logprob, is_last=is_last)
+            if constrained is not None:
+                constrained.push(drawn.token_ids)
+            delta = member.stream.push(drawn.token_ids, drawn.logprobs, is_last=is_last)
         except Exception as error:  # text that cannot be made is this request's misfortune alone
-            self._finish(sequence, FinishReason.ERROR, f"decoding token {drawn.token_id}: {error}")
+            tokens = ", ".join(map(str, drawn.token_ids))
+            self._finish(sequence, FinishReason.ERROR, f"decoding tokens {tokens}: {error}")
             return
+        self._counters.num_output_tokens += len(delta.token_ids)
         if delta.finished:
             self._close_sequence(state, sequence, delta)
         self._outbox.append(delta)
+        if constrained is not None and constrained.is_over:
+            self._finish(sequence, FinishReason.STOP)
 
-    def _row_params(self, sequence: Sequence) -> RowParams:
+    def _row_params(self, sequence: Sequence, accepted: tuple[int, ...]) -> RowParams:
+        """What the token after some accepted drafts depends on."""
         _, member = self._members[sequence.sequence_id]
+        position = sequence.num_known + len(accepted)
         return RowParams(
             params=sequence.request.params,
             seed=sequence.seed,
-            position=sequence.num_known,
-            num_output=sequence.num_known - sequence.num_prompt_tokens,
+            position=position,
+            num_output=position - sequence.num_prompt_tokens,
             history=member.history,
+            extra=accepted,
             eos_token_ids=self._parts.eos_token_ids,
+            mask=None if member.constrained is None else member.constrained.mask(accepted),
         )
 
     # ------------------------------------------------------------------------------- endings
@@ -499,6 +629,7 @@ class Engine:
         sequence.phase = Phase.FINISHED
         sequence.finish_reason = delta.finish_reason
         self._parts.cache.release(sequence.sequence_id)
+        self._forget_drafts(sequence)
         del self._members[sequence.sequence_id]
         if sequence.index == 0:
             self._release_siblings(sequence, share=False, state=state)
@@ -522,7 +653,13 @@ class Engine:
             ttft_s=result.ttft_s,
             total_s=result.total_s,
             queue_s=result.queue_s,
+            drafted=result.drafted,
+            accepted=result.accepted,
         )
+
+    def _forget_drafts(self, sequence: Sequence) -> None:
+        if self._speculator is not None:
+            self._speculator.release(sequence.sequence_id)
 
     def _release_siblings(
         self, first: Sequence, *, share: bool, state: RequestState | None = None
@@ -550,10 +687,13 @@ class Engine:
 
     def _fork(self, first: Sequence, sequence: Sequence, common: int) -> bool:
         try:
-            return self._parts.cache.fork(first.sequence_id, sequence.sequence_id, common)
+            forked = self._parts.cache.fork(first.sequence_id, sequence.sequence_id, common)
         except Exception as error:  # it can compute the prompt by itself
             self._watch.event("fork.failed", error=f"{type(error).__name__}: {error}")
             return False
+        if forked and self._speculator is not None:
+            self._speculator.fork(first.sequence_id, sequence.sequence_id, common)
+        return forked
 
     def _fail(self, error: EngineError) -> None:
         """The engine cannot go on: every stream ends with an error."""
@@ -562,7 +702,7 @@ class Engine:
         for state in list(self._requests.values()):
             for member in state.alive:
                 self._finish(member.sequence, FinishReason.ERROR, f"the engine failed: {error}")
-        self._running, self._waiting, self._flight = [], [], None
+        self._running, self._waiting, self._compiling, self._flight = [], [], [], None
 
     @property
     def failure(self) -> EngineError | None:

@@ -33,7 +33,8 @@ class OutputStream:
     ) -> None:
         self._request_id, self._index, self._params = request_id, index, params
         self._ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        # Nothing follows the end of a grammar, whatever else was asked for.
+        if not params.ignore_eos or params.structured is not None:
             self._ends |= frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._stops = StopChecker(params.stop, params.include_stop)
@@ -42,32 +43,49 @@ class OutputStream:
         self._logprobs: list[TokenLogprob] = []
         self._last: Delta | None = None
 
-    def push(self, token_id: int, logprob: TokenLogprob | None, *, is_last: bool) -> Delta:
-        """A token became known.
+    def push(
+        self, token_ids: Items[int], logprobs: Items[TokenLogprob | None], *, is_last: bool
+    ) -> Delta:
+        """Tokens became known.
 
         Args:
-            token_id: the token.
-            logprob: its report, if one was asked for.
-            is_last: the output ends here for want of room, if nothing else ends it.
+            token_ids: at least one; those behind the one that ends the output are dropped.
+            logprobs: a report for each, None where none was asked for.
+            is_last: the output ends with them for want of room, if nothing else ends it.
         """
-        self._token_ids.append(token_id)
-        logprobs = () if logprob is None else (logprob,)
-        self._logprobs += logprobs
+        taken: list[int] = []
+        text = ""
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            taken.append(token_id)
+            self._token_ids.append(token_id)
+            self._logprobs += () if logprob is None else (logprob,)
+            piece, stop = self._push_one(token_id)
+            text += piece
+            is_end = is_last and len(taken) == len(token_ids)
+            if stop is not None or is_end:
+                reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
+                reports = _reports(logprobs[: len(taken)])
+                return self._end(
+                    reason, text=text, stop=stop, token_ids=tuple(taken), logprobs=reports
+                )
+        self._texts.append(text)
+        return Delta(
+            request_id=self._request_id,
+            index=self._index,
+            token_ids=tuple(taken),
+            text=text,
+            logprobs=_reports(logprobs),
+        )
+
+    def _push_one(self, token_id: int) -> tuple[str, str | int | None]:
+        """New text, and the stop string or id that ends the output here."""
         enough = len(self._token_ids) >= self._params.min_tokens
         ended = enough and token_id in self._ends
         text, matched = "", None
         if self._detokenizer is not None and (not ended or self._params.include_stop):
             piece = self._detokenizer.push([token_id])
             text, matched = self._stops.push(piece, ignore=not enough)
-        if matched is not None or ended or is_last:
-            stop = matched if matched is not None else token_id if ended else None
-            reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            return self._end(reason, text=text, stop=stop, token_ids=(token_id,), logprobs=logprobs)
-        self._texts.append(text)
-        return Delta(
-            request_id=self._request_id, index=self._index, token_ids=(token_id,), text=text,
-            logprobs=logprobs,
-        )  # fmt: skip
+        return text, matched if matched is not None else token_id if ended else None
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the output for another reason than a token."""
@@ -118,3 +136,7 @@ class OutputStream:
             logprobs=tuple(self._logprobs),
             error=None if last is None else last.error,
         )
+
+
+def _reports(logprobs: Items[TokenLogprob | None]) -> tuple[TokenLogprob, ...]:
+    return tuple(report for report in logprobs if report is not None)

@@ -9,7 +9,10 @@ from attrs import frozen
 
 from deepinfer_core.config import EngineConfig
 from deepinfer_core.interfaces.accelerator import Accelerator
+from deepinfer_core.interfaces.budget import Budget
 from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.interfaces.constraint import Constraint
+from deepinfer_core.interfaces.drafter import Drafter
 from deepinfer_core.interfaces.executor import Executor
 from deepinfer_core.interfaces.model import ModelSpec
 from deepinfer_core.interfaces.observer import Observer
@@ -32,6 +35,10 @@ class EngineParts:
         plan: what was chosen.
         spec: the model.
         accelerator, executor, cache, scheduler, observers: the parts at work.
+        drafter: who proposes tokens; None without drafts.
+        budget: how many of them are verified; None without drafts.
+        constraint: makes the compiler of grammars when the first one is asked for; None if no
+            constraint is composed. Called from any thread, makes one object.
         max_length: longest sequence, in tokens.
         capacity: longest sequence whose state fits into the empty cache, in tokens.
         eos_token_ids: ids that end an output.
@@ -53,6 +60,9 @@ class EngineParts:
     cache: Cache
     scheduler: Scheduler
     observers: tuple[tuple[str, Observer], ...] = ()
+    drafter: Drafter | None = None
+    budget: Budget | None = None
+    constraint: Callable[[], Constraint] | None = None
     max_length: int
     capacity: int
     eos_token_ids: tuple[int, ...] = ()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from attrs import define, field
 
+from deepinfer_core.engine.constrained import Constrained
 from deepinfer_core.engine.output_stream import OutputStream
+from deepinfer_core.interfaces.constraint import Matcher
 from deepinfer_core.requests import Output, Request, RequestOutput, TokenLogprob
 from deepinfer_core.sampling.rows import TokenHistory
 from deepinfer_core.sequence import Phase, Sequence
@@ -12,11 +16,12 @@ from deepinfer_core.sequence import Phase, Sequence
 
 @define
 class Member:
-    """One output of a request: host state, stream, and what penalties need."""
+    """One output of a request: host state, stream, and what penalties and a grammar need."""
 
     sequence: Sequence
     stream: OutputStream
     history: TokenHistory | None
+    constrained: Constrained | None = None
 
 
 @define
@@ -30,6 +35,9 @@ class RequestState:
         deadline_s: when it ends at the latest, None = never.
         started_s: first step it took part in.
         first_token_s: when its first token became known.
+        grammar: the matcher its outputs start from, on its way; None without a grammar.
+        num_drafted: drafts verified.
+        num_accepted: drafts accepted.
         prompt_logprobs: position -> report of that prompt token.
         abort: its owner wants it to end.
     """
@@ -40,6 +48,9 @@ class RequestState:
     deadline_s: float | None
     started_s: float | None = None
     first_token_s: float | None = None
+    grammar: Future[Matcher] | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     prompt_logprobs: dict[int, TokenLogprob] = field(factory=dict)
     abort: bool = False
 
@@ -66,6 +77,8 @@ class RequestState:
             cached_tier=first.cached_tier,
             exact=all(member.sequence.exact for member in self.members),
             invariant=invariant,
+            drafted=self.num_drafted,
+            accepted=self.num_accepted,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
             total_s=now_s - self.arrival_s,
             queue_s=(self.started_s if self.started_s is not None else now_s) - self.arrival_s,

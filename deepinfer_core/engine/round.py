@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from random import Random
 
-from attrs import define
+from attrs import define, field
 
 from deepinfer_core.errors import EngineError
 from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.interfaces.drafter import Draft
 from deepinfer_core.interfaces.scheduler import SequenceView
 from deepinfer_core.sequence import Phase, Sequence
 
@@ -20,9 +21,10 @@ class Grant:
     Attributes:
         sequence: who.
         start: first position computed.
-        count: positions computed.
+        count: positions computed, drafts left out.
         admitted: whether it was waiting before this round.
         samples: whether its next token is sampled from the last of them.
+        draft: proposals for the positions after the last one, to be computed and verified.
     """
 
     sequence: Sequence
@@ -30,11 +32,27 @@ class Grant:
     count: int
     admitted: bool
     samples: bool
+    draft: Draft = field(factory=Draft)
 
     @property
     def stop(self) -> int:
-        """End of the positions computed."""
+        """End of the positions computed for certain."""
         return self.start + self.count
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts to verify."""
+        return len(self.draft.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows of the step."""
+        return self.count + self.num_drafts
+
+    @property
+    def reach(self) -> int:
+        """End of the positions computed, drafts included."""
+        return self.stop + self.num_drafts
 
 
 class EngineRound:
@@ -94,6 +112,20 @@ class EngineRound:
         self.tokens_left -= count
         self.sequences_left -= 1
         return count
+
+    def add_drafts(self, grant: Grant, draft: Draft) -> bool:
+        """Let a granted sequence verify drafts, with the rows and pages that are left.
+
+        Called after the policy, by the core. False, with nothing changed, if there is no room.
+        """
+        count = len(draft.token_ids)
+        if count > self.tokens_left:
+            return False
+        if not self._cache.reserve(grant.sequence.sequence_id, grant.stop + count):
+            return False
+        grant.draft = draft
+        self.tokens_left -= count
+        return True
 
     def preempt(self, sequence: SequenceView) -> None:
         """See ``Round.preempt``."""

@@ -12,39 +12,63 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from deepinfer_core.batch import PageCopy
+from deepinfer_core.batch import Batch, PageCopy
 from deepinfer_core.engine.batching import LogitRow, build_batch, logit_rows
 from deepinfer_core.engine.round import Grant
+from deepinfer_core.engine.speculation import Speculator
 from deepinfer_core.errors import DeviceLostError, ExecutionError
 from deepinfer_core.interfaces.accelerator import Accelerator, Pending
 from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.interfaces.drafter import Draft
 from deepinfer_core.interfaces.executor import Executor, StepOutput
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.requests import TokenLogprob
-from deepinfer_core.sampling import RowFailure, RowParams, Sampler, score_rows
+from deepinfer_core.sampling import (
+    RowFailure,
+    RowParams,
+    Sampler,
+    Trial,
+    Verdict,
+    score_rows,
+    verify,
+)
 from deepinfer_core.sequence import Phase, Sequence
 
 SCORED_ROWS = 256
 """Prompt rows whose logits exist at the same time while a prompt is scored."""
 
+RowSource = Callable[[Sequence, tuple[int, ...]], RowParams]
+"""(sequence, accepted drafts) -> what the sampler needs to know of the token after them."""
+
 
 @frozen(kw_only=True)
 class Drawn:
-    """The outcome of one sequence's row.
+    """The outcome of one sequence's rows.
 
     Attributes:
         sequence: whose.
-        token_id: the token, -1 if it failed.
-        logprob: its report, if asked for.
-        failure: why there is no token.
+        start: position of the first token drawn.
+        token_ids: accepted drafts, then the token after them; without it if that one failed.
+        logprobs: a report for each token, None where not asked for.
+        num_drafts: drafts that were verified.
+        acceptance: see ``Verdict``.
+        failure: why the next token is missing.
     """
 
     sequence: Sequence
-    token_id: int
-    logprob: TokenLogprob | None
+    start: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+    num_drafts: int = 0
+    acceptance: tuple[float, ...] = ()
     failure: str | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were accepted: every token but the last, which is no draft."""
+        return len(self.token_ids) - (self.failure is None)
 
 
 @define
@@ -55,15 +79,19 @@ class Flight:
         step: its number.
         grants: who takes part.
         rows: rows whose logits are wanted.
+        batch: what was launched.
         pending: the forward pass.
         drawn: tokens, once complete.
         scored: (sequence, position of the scored token, report or failure).
         failed: sequences found guilty, with the message.
+        repeated: whether parts of it ran more than once.
+        learned: whether the host knows its tokens.
     """
 
     step: int
     grants: list[Grant]
     rows: list[LogitRow]
+    batch: Batch | None = None
     pending: Pending[StepOutput] | None = None
     launch_error: Exception | None = None
     drawn: list[Drawn] = field(factory=list)
@@ -71,6 +99,13 @@ class Flight:
     failed: list[tuple[Sequence, str]] = field(factory=list)
     returned: list[Grant] = field(factory=list)
     """Grants to take back: their rows were not computed."""
+    repeated: bool = False
+    learned: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Token rows computed."""
+        return sum(grant.num_rows for grant in self.grants)
 
 
 class Stepper:
@@ -78,6 +113,8 @@ class Stepper:
 
     Args:
         row_params: what the sampler needs to know of a sequence's next token.
+        speculator: what is told of committed rows and judged drafts; None without a drafter.
+        verification: how drafts are judged.
     """
 
     def __init__(
@@ -87,11 +124,14 @@ class Stepper:
         executor: Executor,
         cache: Cache,
         groups: Items[CacheGroupSpec],
-        row_params: Callable[[Sequence], RowParams],
+        row_params: RowSource,
         retries: int,
+        speculator: Speculator | None = None,
+        verification: str = "coupled",
     ) -> None:
         self._accelerator, self._executor, self._cache = accelerator, executor, cache
         self._groups, self._row_params, self._retries = tuple(groups), row_params, retries
+        self._speculator, self._verification = speculator, verification
         self._sampler = Sampler()
         self._sampled_rows: dict[int, int] = {}
         self._copies: tuple[PageCopy, ...] = ()
@@ -111,18 +151,14 @@ class Stepper:
         Raises:
             DeviceLostError: the device is gone.
         """
-        try:
-            if flight.launch_error is not None:
-                raise flight.launch_error
-            self._draw(flight)
-        except Exception as error:
-            self._check_device(error)
-            self._recover(flight, error)
+        left, error = self._try_draw(flight)
+        if left and error is not None:
+            self._recover(flight, left, error)
         self._publish(flight)
 
     def _launch(self, flight: Flight) -> None:
         self._copies += self._cache.take_copies()
-        batch = build_batch(
+        flight.batch = build_batch(
             step=flight.step,
             grants=flight.grants,
             rows=flight.rows,
@@ -130,23 +166,64 @@ class Stepper:
             groups=self._groups,
             sampled_rows=self._sampled_rows,
             copies=self._copies,
+            taps=() if self._speculator is None else self._speculator.taps,
         )
-        flight.pending = self._executor.launch(batch)
+        flight.pending = self._executor.launch(flight.batch)
         self._copies = ()
 
-    def _draw(self, flight: Flight) -> None:
+    def _try_draw(self, flight: Flight) -> tuple[list[Grant], Exception | None]:
+        """Draw and commit; return the grants for which that failed, and why."""
+        try:
+            if flight.launch_error is not None:
+                raise flight.launch_error
+            return self._draw(flight)
+        except Exception as error:
+            self._check_device(error)
+            left, flight.grants, flight.rows = flight.grants, [], []
+            return left, error
+
+    def _draw(self, flight: Flight) -> tuple[list[Grant], Exception | None]:
         if flight.pending is None:
             raise ExecutionError("the step was not launched")
         output = flight.pending.wait()
         drawn, scored = self._accelerator.launch(lambda: self._evaluate(flight, output)).wait()
-        # Only now does the step count.
+        # Only now does the step count, for each sequence whose state can be committed.
+        left, problem = self._commit(flight, {each.sequence.sequence_id: each for each in drawn})
+        lost = {grant.sequence.sequence_id for grant in left}
+        flight.drawn = [each for each in drawn if each.sequence.sequence_id not in lost]
+        flight.scored = [each for each in scored if each[0].sequence_id not in lost]
+        if self._speculator is not None and flight.batch is not None:
+            self._speculator.learn(flight.batch, flight.grants, flight.drawn, output.taps)
+        return left, problem
+
+    def _commit(
+        self, flight: Flight, drawn: dict[int, Drawn]
+    ) -> tuple[list[Grant], Exception | None]:
+        """Make positions final; the flight keeps the grants for which that worked."""
+        kept: list[Grant] = []
+        left: list[Grant] = []
+        problem: Exception | None = None
         for grant in flight.grants:
             sequence = grant.sequence
             if sequence.phase is Phase.FINISHED:
+                kept.append(grant)
                 continue
-            sequence.num_committed = grant.stop
-            self._cache.commit(sequence.sequence_id, grant.stop, sequence.tokens)
-        flight.drawn, flight.scored = drawn, scored
+            outcome = drawn.get(sequence.sequence_id)
+            accepted = () if outcome is None else outcome.token_ids[: outcome.num_accepted]
+            length = grant.stop + len(accepted)
+            try:
+                tokens = sequence.tokens_with(accepted) if accepted else sequence.tokens
+                self._cache.commit(sequence.sequence_id, length, tokens)
+                if grant.num_drafts:
+                    self._cache.rollback(sequence.sequence_id, length)
+            except Exception as error:
+                left.append(grant)
+                problem = error
+                continue
+            sequence.num_committed = length
+            kept.append(grant)
+        flight.grants = kept
+        return left, problem
 
     def _evaluate(self, flight: Flight, output: StepOutput) -> Any:
         """Logits -> tokens and scores; runs on the device's queue."""
@@ -162,22 +239,18 @@ class Stepper:
             sampled, logits = [sampled[i] for i in live], logits[live]
         if logits is None or not sampled:
             return [], scored
-        sequences = [flight.rows[at].grant.sequence for at in sampled]
-        rows = [self._row_params(sequence) for sequence in sequences]
-        result = self._sampler.sample(logits, rows)
-        tokens = result.token_ids.tolist()
-        drawn = [
-            Drawn(
-                sequence=sequence,
-                token_id=token,
-                logprob=logprob,
-                failure=None if failure is None else _place(sequence, failure.message),
-            )
-            for sequence, token, logprob, failure in zip(
-                sequences, tokens, result.logprobs, result.failures, strict=True
-            )
-        ]
-        return drawn, scored
+        rows = [flight.rows[at] for at in sampled]
+        grants = [row.grant for row in rows if row.position == row.grant.stop - 1]
+        verdicts = verify(logits, list(map(self._trial, grants)), self._sampler, self._verification)
+        return list(map(_drawn, grants, verdicts)), scored
+
+    def _trial(self, grant: Grant) -> Trial:
+        sequence = grant.sequence
+        return Trial(
+            row=lambda accepted: self._row_params(sequence, accepted),
+            drafts=grant.draft.token_ids,
+            distributions=grant.draft.distributions,
+        )
 
     def _score(
         self,
@@ -207,24 +280,33 @@ class Stepper:
         """The next step may take these tokens before the host has looked at them."""
         good = [drawn for drawn in flight.drawn if drawn.failure is None]
         self._sampled_rows = {d.sequence.sequence_id: row for row, d in enumerate(good)}
-        tokens = torch.tensor([drawn.token_id for drawn in good], dtype=torch.int64)
+        tokens = torch.tensor([drawn.token_ids[-1] for drawn in good], dtype=torch.int64)
         self._executor.publish_tokens(tokens.to(self._accelerator.device))
 
     def _check_device(self, error: BaseException) -> None:
         if isinstance(error, DeviceLostError) or self._accelerator.is_lost(error):
             raise DeviceLostError(f"the device is lost: {error}") from error
 
-    def _recover(self, flight: Flight, error: Exception) -> None:
-        """Repeat without what was admitted, then halve: only offenders fail."""
-        alive = [g for g in flight.grants if g.sequence.phase is not Phase.FINISHED]
+    def _recover(self, flight: Flight, grants: list[Grant], error: Exception) -> None:
+        """Repeat without what was admitted, then halve: only offenders fail.
+
+        Drafts are left out: nobody may fail for the sake of a guess.
+        """
+        flight.repeated = True
+        drafted = any(grant.num_drafts for grant in grants)
+        alive = [
+            evolve(grant, draft=Draft())
+            for grant in grants
+            if grant.sequence.phase is not Phase.FINISHED
+        ]
         old = [grant for grant in alive if not grant.admitted]
         new = [grant for grant in alive if grant.admitted]
-        flight.grants, flight.rows = [], []
         if old and new and self._retries:
             self._isolate(flight, old, None)
             self._isolate(flight, new, None)
         else:
-            self._isolate(flight, alive, error if len(alive) == 1 and not self._retries else None)
+            final = len(alive) == 1 and not self._retries and not drafted
+            self._isolate(flight, alive, error if final else None)
 
     def _isolate(self, flight: Flight, grants: list[Grant], error: Exception | None) -> None:
         """Run grants together, or in halves if that fails; keep what works, note who does not."""
@@ -234,14 +316,13 @@ class Stepper:
             attempt = Flight(flight.step, grants, logit_rows(grants))
             try:
                 self._launch(attempt)
-                self._draw(attempt)
             except Exception as failure:
-                self._check_device(failure)
-                error = failure
-            else:
-                flight.grants += attempt.grants
-                flight.drawn += attempt.drawn
-                flight.scored += attempt.scored
+                attempt.launch_error = failure
+            grants, error = self._try_draw(attempt)
+            flight.grants += attempt.grants
+            flight.drawn += attempt.drawn
+            flight.scored += attempt.scored
+            if error is None:
                 return
         if len(grants) == 1:
             sequence = grants[0].sequence
@@ -253,8 +334,25 @@ class Stepper:
         self._isolate(flight, grants[middle:], None)
 
 
-def _place(sequence: Sequence, message: str) -> str:
-    position = sequence.num_known
+def _drawn(grant: Grant, verdict: Verdict) -> Drawn:
+    sequence, count = grant.sequence, len(verdict.token_ids)
+    return Drawn(
+        sequence=sequence,
+        start=grant.stop,
+        token_ids=tuple(verdict.token_ids),
+        logprobs=tuple(verdict.logprobs),
+        num_drafts=grant.num_drafts,
+        acceptance=tuple(verdict.acceptance),
+        failure=(
+            None
+            if verdict.failure is None
+            else _place(sequence, verdict.failure, grant.stop + count)
+        ),
+    )
+
+
+def _place(sequence: Sequence, message: str, position: int | None = None) -> str:
+    position = sequence.num_known if position is None else position
     return (
         f"request {sequence.request.request_id!r}, output {sequence.index}, token {position} "
         f"({position - sequence.num_prompt_tokens} of the output): {message}"

@@ -1,4 +1,4 @@
-"""Drafts against the target: which are accepted, and what is drawn in place of the first that fails.
+"""Drafts against the target: which are accepted, and what is drawn after them.
 
 A *trial* is the rows of one sequence in a step: its newest token, then its drafts. Row j draws the
 token after draft j, as if the drafts before it were accepted. Two modes, both lossless:
@@ -95,7 +95,7 @@ def verify(
 
 
 class _Judge:
-    """Goes through the rows of all trials in step: first rows, then those behind accepted drafts."""
+    """Goes through the rows of all trials: first ones, then those behind accepted drafts."""
 
     def __init__(
         self, logits: torch.Tensor, trials: Sequence[Trial], sampler: Sampler, mode: str

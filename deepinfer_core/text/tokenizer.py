@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,13 @@ class Tokenizer:
         if token is None:
             raise RequestError(f"there is no token {token_id}")
         return str(token)
+
+    @cached_property
+    def bytes_of(self) -> Callable[[int], bytes]:
+        """``token id -> bytes`` it stands for; nothing for control tokens and unknown ids."""
+        from deepinfer_core.text.token_bytes import token_bytes
+
+        return token_bytes(self._backend, self.special_ids)
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its spelling, or None."""

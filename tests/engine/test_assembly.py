@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
+from deepinfer_core.builtin.pages import PagesCache
 from deepinfer_core.components import Priority, Slot
 from deepinfer_core.errors import CheckpointError, CompositionError, EngineError
 from deepinfer_core.interfaces.kernels import OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS
+from deepinfer_core.testing.fakes import ScriptedDrafter
 from deepinfer_core.testing.plugins import offer, plugin
 from deepinfer_core.testing.tiny import write_tiny_model
 
@@ -63,10 +65,29 @@ def test_auto_gives_invariance_up_where_it_cannot_be_had(make_engine: Any) -> No
         make_engine(plugins=[rest], config=only, batch_invariant=True)
 
 
-def test_a_drafter_is_refused_before_weights_are_read(make_engine: Any) -> None:
-    keen = plugin("keen_drafter", offer(Slot.DRAFTER, "keen", auto=False))
-    with pytest.raises(CompositionError, match="drafter 'keen'"):
-        make_engine(plugins=[keen], config={"drafter": "keen"})
+def test_a_drafter_without_what_it_needs_is_refused(make_engine: Any) -> None:
+    def scripted(*taps: str) -> Any:
+        drafter = ScriptedDrafter(lambda request: (), taps=taps)
+        return plugin(
+            "keen_plugin", offer(Slot.DRAFTER, "keen", build=lambda c, x: drafter, auto=False)
+        )
+
+    def pages(config: Any, context: Any) -> Any:
+        return PagesCache(context.groups, context.num_pages)
+
+    rigid = plugin("rigid_plugin", offer(Slot.CACHE, "rigid", build=pages, auto=False))
+    with pytest.raises(CompositionError, match="drafter 'keen': cache 'rigid' does not offer"):
+        make_engine(plugins=[scripted(), rigid], config={"drafter": "keen", "cache": "rigid"})
+    with pytest.raises(CompositionError, match="drafter 'keen' needs a budget"):
+        make_engine(plugins=[scripted()], config={"drafter": "keen", "budget": "none"})
+    with pytest.raises(CompositionError, match=r"reads layer.3, but the layers of .* to layer.2"):
+        make_engine(plugins=[scripted("layer.2", "layer.3")], config={"drafter": "keen"})
+    engine = make_engine(plugins=[scripted("embedding")], config={"drafter": "keen"}, max_drafts=3)
+    assert engine.plan.details["drafts"] == (
+        "at most 3 a sequence, coupled verification, budget fixed, reads embedding"
+    )
+    assert engine.plan.details["invariant"] == "true"
+    assert make_engine().plan.details["drafts"] == "none"
 
 
 def test_a_builder_that_raises_is_blamed_by_name(make_engine: Any) -> None:

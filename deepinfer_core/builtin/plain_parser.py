@@ -16,6 +16,10 @@ def build(config: Any, context: ParserContext) -> PlainParser:
 class PlainParser:
     """The dialect without markup."""
 
+    token_ids: frozenset[int] = frozenset()
+    thinking_marks: tuple[str, str] | None = None
+    tool_format = ""
+
     def stream(self) -> PlainStream:
         """Return a state for one output."""
         return PlainStream()
@@ -27,6 +31,10 @@ class PlainStream:
     def push(self, text: str) -> Sequence[ParsedEvent]:
         """Return the text as it is."""
         return (ParsedEvent(kind=EventKind.TEXT, text=text),) if text else ()
+
+    def push_token(self, token_id: int) -> Sequence[ParsedEvent]:
+        """Return nothing: no token is a mark."""
+        return ()
 
     def finish(self) -> Sequence[ParsedEvent]:
         """Return nothing: nothing was held back."""

@@ -166,12 +166,21 @@ class ChoiceMatcher:
 class ThinkParser:
     """The dialect ``<think>...</think>``: what stands between is thinking."""
 
+    thinking_marks: tuple[str, str] | None = ("<think>", "</think>")
+    tool_format = ""
+
     def __init__(self, context: ParserContext) -> None:
-        pass
+        found = {context.token_of(mark): mark for mark in ThinkStream.marks.values()}
+        self.tokens = {token: mark for token, mark in found.items() if token is not None}
+
+    @property
+    def token_ids(self) -> frozenset[int]:
+        """The marks that are tokens."""
+        return frozenset(self.tokens)
 
     def stream(self) -> ThinkStream:
         """Return a state for one output."""
-        return ThinkStream()
+        return ThinkStream(self.tokens)
 
 
 class ThinkStream:
@@ -179,25 +188,39 @@ class ThinkStream:
 
     marks: Mapping[EventKind, str] = {EventKind.TEXT: "<think>", EventKind.THINKING: "</think>"}
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
         self._kind = EventKind.TEXT
         self._held = ""
+        self._tokens = tokens or {}
 
     def push(self, text: str) -> Sequence[ParsedEvent]:
         """Return what is certain by now."""
-        events = []
+        events: list[ParsedEvent] = []
         self._held += text
+        if self._tokens:
+            return self._take(len(self._held))
         while (at := self._held.find(mark := self.marks[self._kind])) >= 0:
             events += self._take(at)
             self._held = self._held[len(mark) :]
-            thinking = self._kind is EventKind.THINKING
-            self._kind = EventKind.TEXT if thinking else EventKind.THINKING
+            self._switch()
         kept = max(n for n in range(len(mark)) if self._held.endswith(mark[:n]))
         return [*events, *self._take(len(self._held) - kept)]
+
+    def push_token(self, token_id: int) -> Sequence[ParsedEvent]:
+        """Follow a token; one that means nothing here is text."""
+        mark = self._tokens[token_id]
+        if mark != self.marks[self._kind]:
+            return self.push(mark)
+        self._switch()
+        return ()
 
     def finish(self) -> Sequence[ParsedEvent]:
         """Return what was held back: it was no mark."""
         return self._take(len(self._held))
+
+    def _switch(self) -> None:
+        thinking = self._kind is EventKind.THINKING
+        self._kind = EventKind.TEXT if thinking else EventKind.THINKING
 
     def _take(self, length: int) -> list[ParsedEvent]:
         text, self._held = self._held[:length], self._held[length:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -17,11 +17,12 @@ Events = Sequence[ParsedEvent]
 class _Parser(ThinkParser):
     """Makes wrong streams."""
 
-    def __init__(self, stream: Callable[[], ThinkStream]) -> None:
-        self._stream = stream
+    def __init__(self, context: ParserContext, kind: Callable[..., ThinkStream]) -> None:
+        super().__init__(context)
+        self._kind = kind
 
     def stream(self) -> ThinkStream:
-        return self._stream()
+        return self._kind(self.tokens)
 
 
 class _NeedsWholeMarks(ThinkStream):
@@ -61,8 +62,8 @@ class _RaisesWhenOpen(ThinkStream):
 class _HoldsEverything(ThinkStream):
     """Parses at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
+        super().__init__(tokens)
         self._all = ""
 
     def push(self, text: str) -> Events:
@@ -83,8 +84,8 @@ class _StripsBlanks(ThinkStream):
 class _DropsThoughtsThatStayOpen(ThinkStream):
     """Holds a thought back until it ends, and drops it if it does not."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tokens: Mapping[int, str] | None = None) -> None:
+        super().__init__(tokens)
         self._thought: list[ParsedEvent] = []
 
     def push(self, text: str) -> Events:
@@ -126,6 +127,29 @@ class _AllIsText(ThinkStream):
         return [evolve(event, kind=EventKind.TEXT) for event in super().push(text)]
 
 
+class _ReadsTokensOnly(ThinkStream):
+    """Takes text that spells a mark for the mark."""
+
+    def push(self, text: str) -> Events:
+        tokens, self._tokens = self._tokens, {}
+        events = super().push(text)
+        self._tokens = tokens
+        return events
+
+
+class _DropsTokens(ThinkStream):
+    """Hears no tokens."""
+
+    def push_token(self, token_id: int) -> Events:
+        return ()
+
+
+class _InventsTokens(ThinkParser):
+    """Follows a token that nobody gave it."""
+
+    token_ids = frozenset({123_456})
+
+
 class _OneStream(ThinkParser):
     """Parses every output with one state."""
 
@@ -144,8 +168,8 @@ class _Uppercases(ThinkStream):
         return [evolve(event, text=event.text.upper()) for event in super().push(text)]
 
 
-def _with(stream: Callable[[], ThinkStream]) -> Callable[[ParserContext], ThinkParser]:
-    return lambda context: _Parser(stream)
+def _with(kind: Callable[..., ThinkStream]) -> Callable[[ParserContext], ThinkParser]:
+    return lambda context: _Parser(context, kind)
 
 
 class ThinkParserContract(ParserContract):
@@ -188,6 +212,9 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "opens calls only": (_with(_OpensCallsOnly), "test_events_are_well_formed"),
     "numbers text": (_with(_NumbersText), "test_events_are_well_formed"),
     "all is text": (_with(_AllIsText), "test_examples"),
+    "text becomes a mark": (_with(_ReadsTokensOnly), "test_spelled_marks_are_text"),
+    "drops tokens": (_with(_DropsTokens), "test_tokens_mean_what_they_spell"),
+    "invents tokens": (_InventsTokens, "test_tokens_mean_what_they_spell"),
     "one stream for all": (_OneStream, "test_streams_are_independent"),
     "changes the text": (_with(_Uppercases), "test_plain_text_passes"),
 }

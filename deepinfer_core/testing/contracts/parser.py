@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from random import Random
 from typing import ClassVar
@@ -139,6 +140,43 @@ class ParserContract(Contract):
             said += sum(len(event.text) for event in stream.push(word))
             assert pushed - said <= self.most_held, f"{pushed - said} characters are held back"
 
+    # ------------------------------------------------------------------ tokens
+
+    def tokenised(self) -> tuple[Parser, dict[str, int]]:
+        """Build the parser for a vocabulary in which every mark it asks for is a token."""
+        asked: dict[str, int] = {}
+        context = ParserContext(token_of=lambda text: asked.setdefault(text, len(asked)))
+        parser: Parser = self.make(context)
+        return parser, asked
+
+    def test_tokens_mean_what_they_spell(self) -> None:
+        """Marks as tokens give the events that marks as text give; the rest is cut anyhow."""
+        parser, asked = self.tokenised()
+        assert parser.token_ids <= set(asked.values()), "a token nobody has named"
+        tokens = {mark: token for mark, token in asked.items() if token in parser.token_ids}
+        for text, events in self.examples:
+            if not any(mark in text for mark in tokens):
+                continue
+            for seed in range(3):
+                stream, found = parser.stream(), list[ParsedEvent]()
+                for part in cut_at(text, tokens):
+                    if part in tokens:
+                        found += stream.push_token(tokens[part])
+                    else:
+                        for piece in pieces(part, seed) if seed else [part]:
+                            found += stream.push(piece)
+                assert joined([*found, *stream.finish()]) == list(events), text
+
+    def test_spelled_marks_are_text(self) -> None:
+        """Where marks are tokens, text that spells them is text: the model writes about them."""
+        parser, asked = self.tokenised()
+        for mark, token in asked.items():
+            if token not in parser.token_ids:
+                continue
+            text = f"first {mark} last"
+            found = self.parse(parser, list(text))
+            assert found == [ParsedEvent(kind=EventKind.TEXT, text=text)], f"{text!r}: {found}"
+
     def test_streams_are_independent(self) -> None:
         """Outputs that are parsed at the same time do not mix."""
         parser = self.parser()
@@ -169,6 +207,13 @@ def joined(events: Sequence[ParsedEvent]) -> list[ParsedEvent]:
         else:
             found.append(event)
     return found
+
+
+def cut_at(text: str, marks: Iterable[str]) -> list[str]:
+    """Cut a text before and after every mark in it."""
+    longest_first = sorted(marks, key=len, reverse=True)
+    found = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
+    return [part for part in found if part]
 
 
 def pieces(text: str, seed: int) -> list[str]:

@@ -20,7 +20,7 @@ class PlainParser:
     thinking_marks: tuple[str, str] | None = None
     tool_format = ""
 
-    def stream(self) -> PlainStream:
+    def stream(self, *, calls: bool = True) -> PlainStream:
         """Return a state for one output."""
         return PlainStream()
 

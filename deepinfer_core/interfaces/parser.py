@@ -100,6 +100,10 @@ class Parser(Protocol):
         """See above."""
         ...
 
-    def stream(self) -> ParserStream:
-        """A fresh state for one output."""
+    def stream(self, *, calls: bool = True) -> ParserStream:
+        """A fresh state for one output.
+
+        Args:
+            calls: whether tools were offered; if not, marks of calls are text.
+        """
         ...

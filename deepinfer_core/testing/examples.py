@@ -178,7 +178,7 @@ class ThinkParser:
         """The marks that are tokens."""
         return frozenset(self.tokens)
 
-    def stream(self) -> ThinkStream:
+    def stream(self, *, calls: bool = True) -> ThinkStream:
         """Return a state for one output."""
         return ThinkStream(self.tokens)
 

@@ -21,7 +21,7 @@ class _Parser(ThinkParser):
         super().__init__(context)
         self._kind = kind
 
-    def stream(self) -> ThinkStream:
+    def stream(self, *, calls: bool = True) -> ThinkStream:
         return self._kind(self.tokens)
 
 
@@ -127,6 +127,18 @@ class _AllIsText(ThinkStream):
         return [evolve(event, kind=EventKind.TEXT) for event in super().push(text)]
 
 
+class _CallsAnyway(ThinkStream):
+    """Makes a call of every thought, whether tools were offered or not."""
+
+    def finish(self) -> Events:
+        events = list(super().finish())
+        if self._kind is EventKind.THINKING:
+            begin = EventKind.TOOL_CALL_BEGIN
+            events += [ParsedEvent(kind=begin, call_index=0, name="think")]
+            events += [ParsedEvent(kind=EventKind.TOOL_CALL_END, call_index=0)]
+        return events
+
+
 class _ReadsTokensOnly(ThinkStream):
     """Takes text that spells a mark for the mark."""
 
@@ -157,7 +169,7 @@ class _OneStream(ThinkParser):
         super().__init__(context)
         self._only = ThinkStream()
 
-    def stream(self) -> ThinkStream:
+    def stream(self, *, calls: bool = True) -> ThinkStream:
         return self._only
 
 
@@ -212,6 +224,7 @@ BROKEN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "opens calls only": (_with(_OpensCallsOnly), "test_events_are_well_formed"),
     "numbers text": (_with(_NumbersText), "test_events_are_well_formed"),
     "all is text": (_with(_AllIsText), "test_examples"),
+    "calls anyway": (_with(_CallsAnyway), "test_calls_can_be_left_alone"),
     "text becomes a mark": (_with(_ReadsTokensOnly), "test_spelled_marks_are_text"),
     "drops tokens": (_with(_DropsTokens), "test_tokens_mean_what_they_spell"),
     "invents tokens": (_InventsTokens, "test_tokens_mean_what_they_spell"),

@@ -140,6 +140,17 @@ class ParserContract(Contract):
             said += sum(len(event.text) for event in stream.push(word))
             assert pushed - said <= self.most_held, f"{pushed - said} characters are held back"
 
+    def test_calls_can_be_left_alone(self) -> None:
+        """Where no tools were offered there are no calls, and nothing is lost."""
+        parser = self.parser()
+        for text in self.outputs():
+            stream = parser.stream(calls=False)
+            found = [*stream.push(f"first {text} last"), *stream.finish()]
+            assert not any(event.kind in CALL_KINDS for event in found), text
+            said = " ".join(event.text for event in found)
+            assert "first" in said, f"the beginning of {text!r} is lost: {found}"
+            assert "last" in said, f"the end of {text!r} is lost: {found}"
+
     # ------------------------------------------------------------------ tokens
 
     def tokenised(self) -> tuple[Parser, dict[str, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from deepinfer_core.components import Component
 from deepinfer_core.hookspecs import AnyComponent, hookimpl
+from deepinfer_recipe.config import MistralConfig, ParserConfig
 from deepinfer_recipe.constraint.config import XgrammarConfig
 
 DEEPINFER_API = 1
@@ -35,4 +36,35 @@ def deepinfer_constraints() -> tuple[AnyComponent, ...]:
             available=_xgrammar_missing,
             summary="JSON schema, regex, EBNF, choices and tool calls, by xgrammar",
         ),
+    )
+
+
+def _parser(name: str) -> Any:
+    def build(config: Any, context: Any) -> Any:
+        from deepinfer_recipe.parse import dialects
+
+        return getattr(dialects, name)(config, context)
+
+    return build
+
+
+@hookimpl
+def deepinfer_parsers() -> tuple[AnyComponent, ...]:
+    """Offer the dialects of output markup."""
+    dialects = {
+        "thinking": ("Dialect", "thoughts between <think> and </think>, no calls"),
+        "hermes": ("Hermes", "calls as JSON between <tool_call> and </tool_call>"),
+        "llama": ("Llama", "calls as JSON objects, bare or after <|python_tag|>"),
+        "mistral": ("Mistral", "calls after [TOOL_CALLS]"),
+        "deepseek_v4": ("DeepseekV4", "DSML of DeepSeek V4"),
+        "deepseek_v4_1": ("DeepseekV41", "DSML of DeepSeek V4.1"),
+    }
+    return tuple(
+        Component(
+            name=name,
+            build=_parser(kind),
+            config_type=MistralConfig if name == "mistral" else ParserConfig,
+            summary=summary,
+        )
+        for name, (kind, summary) in dialects.items()
     )

@@ -1,0 +1,33 @@
+"""Options of the components."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+THINK = ("<think>", "</think>")
+
+
+@frozen(kw_only=True)
+class ParserConfig:
+    """Options of the parsers.
+
+    Attributes:
+        think: what opens a thought; "" for models that do not think.
+        end_think: what closes it.
+    """
+
+    think: str = THINK[0]
+    end_think: str = THINK[1]
+
+    @property
+    def thinking_marks(self) -> tuple[str, str] | None:
+        """Both, or None."""
+        return (self.think, self.end_think) if self.think else None
+
+
+@frozen(kw_only=True)
+class MistralConfig(ParserConfig):
+    """Options of ``mistral``."""
+
+    think: str = "[THINK]"
+    end_think: str = "[/THINK]"

@@ -1,0 +1,1 @@
+"""Parsers of output markup: thinking and tool calls, one dialect per module."""

@@ -24,6 +24,7 @@ from deepinfer_prefix.tiers.index import Entry, Index, IndexView, SegmentInfo
 from deepinfer_prefix.tiers.segment import (
     CONTENT_BYTES,
     HEADER_BYTES,
+    DamagedSegment,
     Record,
     Segment,
     record_bytes,
@@ -142,6 +143,7 @@ class Directory:
 
     def _unlock(self) -> None:
         if self._lock_file is not None:
+            os.truncate(self._lock_file, 0)
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # even if a forked child holds it too
             os.close(self._lock_file)
             self._lock_file = None
@@ -157,10 +159,14 @@ class Directory:
 
         Raises:
             OSError: it cannot be opened.
+            DamagedSegment: the file is not what the index says.
         """
         found = self._segments.get(info.number)
         if found is None:
-            found = Segment.open(self.segment_path(info), writable=self.writable)
+            path = self.segment_path(info)
+            found = Segment.open(path, writable=self.writable)
+            if (found.namespace_id, found.bucket) != (info.namespace_id, info.bucket):
+                raise DamagedSegment(f"{path} is another segment than the index knows")
             self.keep(info.number, found)
         self._segments.move_to_end(info.number)
         return found
@@ -186,6 +192,7 @@ def _recovered(path: Path, now_s: float) -> Index:
     index = _trusted(path)
     if index is None:
         shutil.rmtree(path / "index", ignore_errors=True)
+        (path / "index").mkdir(mode=0o700)
         index = Index(path / "index")
     files = _files(path / "segments")
     with index.writing() as view:
@@ -205,13 +212,17 @@ def _trusted(path: Path) -> Index | None:
     A killed process leaves it whole, since the system still holds what was written. A machine that
     stopped may not have.
     """
-    if not (path / "index" / "data.mdb").exists():
+    data = path / "index" / "data.mdb"
+    if not data.exists():
         return None
+    num_bytes = data.stat().st_size
     try:
         index = Index(path / "index")
     except lmdb.Error:
         return None
     try:
+        if not index.whole(num_bytes):
+            raise ValueError("the index was cut short")
         with index.reading() as view:
             same_boot = _boot_id() != b"" and view.meta(b"boot") == _boot_id()
             whole = view.meta(b"clean") == b"1" or same_boot

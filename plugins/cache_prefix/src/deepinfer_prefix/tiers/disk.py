@@ -35,6 +35,7 @@ from deepinfer_prefix.tiers.segment import (
     HEADER_BYTES,
     MAX_KEY_BYTES,
     NEVER,
+    DamagedSegment,
     Segment,
     record_bytes,
     record_of,
@@ -251,11 +252,11 @@ class DiskStore:
             info = view.segment(entry.segment)
             if info is None or info.state is not PageState.PRESENT:
                 return
-            segment = self._directory.segment(info)
-        if info.live:
-            segment.kill(entry.offset)
-        else:
+            file = self._file(info)
+        if not info.live:
             self._remove(info, PageState.DELETED, self._clock())
+        elif file is not None:
+            file.kill(entry.offset)
 
     # ------------------------------------------------------------------ getting
 
@@ -282,9 +283,10 @@ class DiskStore:
         )
 
     def _file(self, info: SegmentInfo) -> Segment | None:
+        """The file of a segment, None if it is lost; under the lock."""
         try:
             return self._directory.segment(info)
-        except FileNotFoundError:
+        except (FileNotFoundError, DamagedSegment):
             return None
 
     def _alive(self, view: IndexView, key: bytes) -> Entry | None:

@@ -187,6 +187,11 @@ class Index:
         names = (b"pages", b"contents", b"segments", b"namespaces", b"meta")
         self._dbs = {name: self._env.open_db(name, create=not read_only) for name in names}
 
+    def whole(self, num_bytes: int) -> bool:
+        """Whether a file of so many bytes can hold it; reading one cut short ends the process."""
+        pages = int(self._env.info()["last_pgno"]) + 1
+        return pages * int(self._env.stat()["psize"]) <= num_bytes
+
     def close(self, *, sync: bool = False) -> None:
         """Close it, after writing it to the disk if asked to."""
         if sync:

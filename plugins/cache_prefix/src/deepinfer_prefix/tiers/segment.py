@@ -140,6 +140,10 @@ def record_of(
     )
 
 
+class DamagedSegment(OSError):
+    """A file that is no whole segment, or another one than it should be."""
+
+
 class Segment:
     """One open segment file. Closed when nobody holds it any more, so readers need no lock.
 
@@ -175,16 +179,17 @@ class Segment:
         """Open a file.
 
         Raises:
-            OSError: it cannot be opened, or is no whole segment.
+            OSError: it cannot be opened.
+            DamagedSegment: it is no whole segment.
         """
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
         segment = cls(path, os.open(path, flags), b"", 0)
         raw = os.pread(segment._descriptor, HEADER_BYTES, 0)
         if len(raw) < HEADER_BYTES or not raw.startswith(FILE_MAGIC):
-            raise OSError(f"{path} is not a segment of pages")
+            raise DamagedSegment(f"{path} is not a segment of pages")
         _, segment.namespace_id, segment.bucket, _, _, expected = _FILE.unpack(raw)
         if _sum(raw[: -_SUM.size], b"") != expected:
-            raise OSError(f"the header of {path} is damaged")
+            raise DamagedSegment(f"the header of {path} is damaged")
         return segment
 
     def __del__(self) -> None:

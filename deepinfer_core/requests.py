@@ -306,6 +306,7 @@ class Request:
         arrival_s: when it came, by the engine's clock.
         deadline_s: when it ends at the latest, by the same clock; None for never.
         cache_salt: requests with different salts never share cached prefixes.
+        exact: use no state that was recovered approximately, whatever the cache is set to do.
     """
 
     request_id: str
@@ -315,6 +316,7 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float | None = None
     cache_salt: str = ""
+    exact: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Check and normalise every field."""
@@ -337,6 +339,7 @@ class Request:
             allowed = "a finite number of seconds or None"
             object.__setattr__(self, "deadline_s", _number("deadline_s", self.deadline_s, allowed))
         _text("cache_salt", self.cache_salt)
+        _flag("exact", self.exact)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have.

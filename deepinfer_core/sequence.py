@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from enum import Enum
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
 from deepinfer_core.batch import Int32
-from deepinfer_core.interfaces.cache import Hit
+from deepinfer_core.interfaces.cache import Cut, Hit
 from deepinfer_core.requests import FinishReason, Request
 
 
@@ -44,6 +44,10 @@ class TokenView(Items[int]):
         result: int | list[int] = part.tolist()
         return result
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """For numpy: the ids without a copy, where the dtype allows it."""
+        return np.array(self._tokens[: self._length], dtype, copy=copy)
+
 
 class Sequence:
     """Tokens, progress and phase of one output. What ``SequenceView`` shows is read from here.
@@ -55,6 +59,8 @@ class Sequence:
             1).
         write_floor: positions below it came from a cache and are never written.
         visible_from: per cache group, lowest visible position.
+        restart_at: once this many positions are final, the sequence is opened again; 0 = never.
+        cuts: approximations by design, fixed when it is first admitted; None before.
     """
 
     def __init__(
@@ -86,7 +92,8 @@ class Sequence:
         self.visible_from: tuple[int, ...] = ()
         self.cached_tokens = 0
         self.cached_tier: str | None = None
-        self.exact = True
+        self.restart_at = 0
+        self.cuts: tuple[Cut, ...] | None = () if request.exact else None
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self._length = self.num_prompt_tokens
         self._tokens = np.empty(max(16, self._length + 64), np.int32)
@@ -171,14 +178,26 @@ class Sequence:
             return False
         return self.remaining > 0
 
+    @property
+    def exact(self) -> bool:
+        """Whether its state is what computing everything would give, bit for bit."""
+        return not self.cuts
+
+    @property
+    def hit_limit(self) -> int | None:
+        """Longest stored prefix it may use; rows whose logits are reported must be computed."""
+        scores = self.request.params.prompt_logprobs is not None and self.index == 0
+        return self.num_scored if scores and self.num_scored < self.num_prompt_tokens - 1 else None
+
     def start_from(self, hit: Hit) -> None:
         """Its pages were opened; a stored prefix may save computing."""
-        if self.num_preemptions == 0:
+        if self.num_preemptions == 0 and not self.restart_at:
             self.cached_tokens, self.cached_tier = hit.length, hit.tier
-        self.opened = True
-        self.exact = self.exact and hit.exact
+        if self.cuts is None:
+            self.cuts = hit.cuts
         self.num_computed = self.num_committed = hit.compute_from
         self.write_floor, self.visible_from = hit.length, hit.visible_from
+        self.restart_at = hit.restart_at
 
     def forget_state(self) -> None:
         """Its pages are gone; everything must be computed again."""

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 from attrs import define
 
 from deepinfer_core.batch import Int32, PageCopy
 from deepinfer_core.capabilities import Feature
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Hit
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.kv.pages import PagePool
+from deepinfer_core.kv.tables import NO_PAGE, BlockTable
 
 OFFERS = frozenset({Feature.PAGED_KV, Feature.ROLLBACK, Feature.FORK})
 """Features of this cache."""
-
-NO_PAGE = -1
-"""In a block table: a window page that was given back."""
 
 
 def build(config: object, context: CacheContext) -> PagesCache:
@@ -29,54 +26,11 @@ def build(config: object, context: CacheContext) -> PagesCache:
     return PagesCache(context.groups, context.num_pages)
 
 
-class _Table:
-    """Pages of one sequence in one group, with room to grow."""
-
-    def __init__(self) -> None:
-        self._pages: Int32 = np.empty(8, dtype=np.int32)
-        self._length = 0
-        self.first_live = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def view(self) -> Int32:
-        """The pages, read only."""
-        view = self._pages[: self._length]
-        view.flags.writeable = False
-        return view
-
-    def extend(self, pages: Sequence[int]) -> None:
-        """Append pages."""
-        end = self._length + len(pages)
-        if end > len(self._pages):
-            grown: Int32 = np.empty(max(end, 2 * len(self._pages)), dtype=np.int32)
-            grown[: self._length] = self._pages[: self._length]
-            self._pages = grown
-        self._pages[self._length : end] = pages
-        self._length = end
-
-    def truncate(self, length: int) -> list[int]:
-        """Cut to ``length``; return the pages cut off."""
-        cut: list[int] = self._pages[length : self._length].tolist()
-        self._length = min(self._length, length)
-        return [page for page in cut if page != NO_PAGE]
-
-    def drop_before(self, first_live: int) -> list[int]:
-        """Forget pages before index ``first_live``; return those that were held."""
-        end = min(first_live, self._length)
-        dead: list[int] = self._pages[self.first_live : end].tolist()
-        if dead:
-            self._pages[self.first_live : end] = NO_PAGE
-            self.first_live = end
-        return dead
-
-
 @define
 class _Held:
     """What one sequence holds."""
 
-    tables: list[_Table]
+    tables: list[BlockTable]
     committed: int = 0
     reserved: int = 0
 
@@ -95,7 +49,15 @@ class PagesCache:
 
     # ------------------------------------------------------------------------------- sequences
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+    def open(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        limit: int | None = None,
+        cuts: tuple[Cut, ...] | None = None,
+    ) -> Hit:
         """Begin a sequence; nothing is ever found.
 
         Raises:
@@ -104,9 +66,9 @@ class PagesCache:
         self._add(sequence_id)
         return self._miss
 
-    def ready(self, sequence_id: int) -> bool:
-        """Always: nothing is loaded from anywhere."""
-        return True
+    def ready(self, sequence_id: int) -> Hit:
+        """At once: nothing is loaded from anywhere."""
+        return self._miss
 
     def release(self, sequence_id: int) -> None:
         """Give back everything; unknown ids are ignored."""
@@ -163,7 +125,9 @@ class PagesCache:
         held.reserved = num_tokens
         return True
 
-    def available_for(self, num_tokens: int) -> bool:
+    def available_for(
+        self, num_tokens: int, token_ids: Sequence[int] = (), *, salt: str = ""
+    ) -> bool:
         """Whether a new sequence of ``num_tokens`` tokens could be reserved now."""
         return all(
             spec.pages_for(num_tokens) <= pool.num_free
@@ -230,7 +194,7 @@ class PagesCache:
     def _add(self, sequence_id: int) -> _Held:
         if sequence_id in self._held:
             raise ValueError(f"sequence {sequence_id} is open already")
-        held = _Held(tables=[_Table() for _ in self._groups])
+        held = _Held(tables=[BlockTable() for _ in self._groups])
         self._held[sequence_id] = held
         return held
 
@@ -255,7 +219,9 @@ class PagesCache:
                 return False
         return True
 
-    def _fork_group(self, group: int, parent: _Table, child: _Table, num_tokens: int) -> None:
+    def _fork_group(
+        self, group: int, parent: BlockTable, child: BlockTable, num_tokens: int
+    ) -> None:
         spec, pool = self._groups[group], self._pools[group]
         pages = parent.view()[: spec.pages_for(num_tokens)].tolist()
         copied = self._copied_index(spec, num_tokens)

@@ -393,12 +393,18 @@ class _Builder:
                 num_pages=num_pages,
                 namespace=namespace,
                 clock=time.monotonic,
-                eviction=self._part(Slot.EVICTION, EvictionContext(clock=time.monotonic)),
+                eviction=self._eviction(),
                 kv_store=store,
                 export_page=lambda group, page: storages[group].export_page(page),
                 import_page=lambda group, page, data: storages[group].import_page(page, data),
             ),
         )
+
+    def _eviction(self) -> Callable[[], Any] | None:
+        part = self._plan.part(Slot.EVICTION)
+        if part is None:
+            return None
+        return lambda: part.build(EvictionContext(clock=time.monotonic))
 
     def _tokenizer(self) -> tuple[Tokenizer | None, str]:
         try:

@@ -456,7 +456,9 @@ class Engine:
 
     def _note_stall(self, running: Items[Sequence], waiting: Items[Sequence]) -> None:
         """Nobody was granted anything; a policy that goes on like that would hang its users."""
-        ready = [s for s in waiting if not s.opened or self._parts.cache.ready(s.sequence_id)]
+        ready = [
+            s for s in waiting if not s.opened or self._parts.cache.ready(s.sequence_id) is not None
+        ]
         if self._flight is not None or not (running or ready):
             return
         self._stalled_rounds += 1
@@ -679,6 +681,7 @@ class Engine:
                 sequence.opened = True
                 sequence.num_computed = sequence.num_committed = common
                 sequence.write_floor, sequence.visible_from = 0, first.visible_from
+                sequence.cuts = first.cuts
                 sequence.phase = Phase.RUNNING
                 self._running.append(sequence)
             else:

@@ -79,7 +79,10 @@ class EngineRound:
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> bool:
         """Whether pages for a sequence of this length are free now."""
-        return self._cache.available_for(num_tokens)
+        mine = self._own(sequence)
+        if mine.hit_limit is not None:
+            return self._cache.available_for(num_tokens)
+        return self._cache.available_for(num_tokens, mine.tokens, salt=mine.request.cache_salt)
 
     def grant(self, sequence: SequenceView, num_tokens: int) -> int:
         """See ``Round.grant``."""
@@ -94,10 +97,12 @@ class EngineRound:
         if self.tokens_left < 1 or self.sequences_left < 1:
             return 0
         admitted = mine.phase is Phase.WAITING
-        if admitted and not self._open(mine):
+        if (admitted and not self._open(mine)) or not self._passes_restart(mine):
             return 0
         start = mine.num_computed
         count = min(num_tokens, mine.remaining, self.tokens_left)
+        if mine.restart_at:
+            count = min(count, mine.restart_at - start)
         if count < 1 or not self._cache.reserve(mine.sequence_id, start + count):
             if admitted:
                 self._close(mine)
@@ -155,10 +160,31 @@ class EngineRound:
     def _open(self, sequence: Sequence) -> bool:
         """Look for a stored prefix, once; False while its pages are being loaded."""
         if not sequence.opened:
-            tokens = sequence.known().tolist()
-            hit = self._cache.open(sequence.sequence_id, tokens, salt=sequence.request.cache_salt)
-            sequence.start_from(hit)
-        return self._cache.ready(sequence.sequence_id)
+            self._cache.open(
+                sequence.sequence_id,
+                sequence.tokens,
+                salt=sequence.request.cache_salt,
+                limit=sequence.hit_limit,
+                cuts=sequence.cuts,
+            )
+            sequence.opened = True
+        hit = self._cache.ready(sequence.sequence_id)
+        if hit is None:
+            return False
+        sequence.start_from(hit)
+        return True
+
+    def _passes_restart(self, sequence: Sequence) -> bool:
+        """Whether a sequence may go on; opens it again where it has to rebuild an approximation."""
+        while sequence.restart_at and sequence.num_computed >= sequence.restart_at:
+            if sequence.num_committed < sequence.restart_at:
+                return False  # the step that computes the rest is still running
+            self._cache.release(sequence.sequence_id)
+            sequence.forget_state()
+            if not self._open(sequence):
+                sequence.phase = Phase.WAITING
+                return False
+        return True
 
     def _close(self, sequence: Sequence) -> None:
         self._cache.release(sequence.sequence_id)

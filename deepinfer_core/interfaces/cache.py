@@ -25,7 +25,8 @@ class CacheContext:
         num_pages: pages of each group.
         namespace: digest of model and layout; pages of different namespaces never match.
         clock: seconds, monotonic; the only source of time.
-        eviction: the eviction policy, or None where the cache does not share.
+        eviction: makes an eviction policy; called once for each order a cache keeps. None where
+            none is composed.
         kv_store: pages behind the device, or None.
         export_page: ``(group, page) -> bytes``, for stores; None without a device.
         import_page: ``(group, page, data)``, for stores; None without a device.
@@ -35,10 +36,23 @@ class CacheContext:
     num_pages: tuple[int, ...]
     namespace: str
     clock: Callable[[], float]
-    eviction: Any = None
+    eviction: Callable[[], Any] | None = None
     kv_store: Any = None
     export_page: Callable[[int, int], bytes] | None = None
     import_page: Callable[[int, int, bytes], None] | None = None
+
+
+@frozen(kw_only=True)
+class Cut:
+    """Where state stops being exact: a hit whose windows were rebuilt by too few replayed rows.
+
+    Attributes:
+        at: length of the hit; state of positions from here on is an approximation.
+        start: first replayed position; nothing below it was visible through a window.
+    """
+
+    at: int
+    start: int
 
 
 @frozen(kw_only=True)
@@ -51,14 +65,23 @@ class Hit:
         compute_from: first position to compute; lower than ``length`` where rows are replayed.
         visible_from: per group, lowest position whose state may be seen.
         tier: where the pages came from ("device", "host", "disk"), None without a hit.
-        exact: False when the result is an approximation by design (bounded replay).
+        cuts: the sequence's approximations by design (bounded replay), those inherited with its
+            pages included, in ascending order; none means exact.
+        restart_at: compute up to this position and no further, then release the sequence and open
+            it again; 0 = never. Only for a sequence whose ``cuts`` are being repeated.
     """
 
     length: int = 0
     compute_from: int = 0
     visible_from: tuple[int, ...] = ()
     tier: str | None = None
-    exact: bool = True
+    cuts: tuple[Cut, ...] = ()
+    restart_at: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the state is what computing everything would give, bit for bit."""
+        return not self.cuts
 
 
 @frozen(kw_only=True)
@@ -79,18 +102,33 @@ class Cache(Protocol):
     is released, ``used`` is 0 for every group; a failed call changes nothing.
     """
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+    def open(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        limit: int | None = None,
+        cuts: tuple[Cut, ...] | None = None,
+    ) -> Hit:
         """Begin a sequence with its known tokens; look for a stored prefix and pin it.
 
         Args:
             sequence_id: not open yet, else ValueError.
             token_ids: all tokens known so far (after a preemption, outputs too).
             salt: pages of different salts never match.
+            limit: longest hit allowed; None = all but the last token.
+            cuts: None lets the cache choose, approximations included where it is configured to
+                make them. Otherwise the sequence must come out with exactly these: () asks for
+                exact state; those of an earlier ``Hit`` rebuild what that sequence saw.
+
+        Returns:
+            What was found; it may become less while ``ready`` is None.
         """
         ...
 
-    def ready(self, sequence_id: int) -> bool:
-        """Whether pages being loaded from a store have arrived; True without a store."""
+    def ready(self, sequence_id: int) -> Hit | None:
+        """The final hit, or None while pages are being loaded from a store."""
         ...
 
     def reserve(self, sequence_id: int, num_tokens: int) -> bool:
@@ -101,8 +139,13 @@ class Cache(Protocol):
         """
         ...
 
-    def available_for(self, num_tokens: int) -> bool:
-        """Whether a new sequence of ``num_tokens`` tokens could be reserved now."""
+    def available_for(
+        self, num_tokens: int, token_ids: Sequence[int] = (), *, salt: str = ""
+    ) -> bool:
+        """Whether a new sequence of ``num_tokens`` tokens could be reserved now.
+
+        Pages of a stored prefix of ``token_ids`` need not be free.
+        """
         ...
 
     def commit(self, sequence_id: int, num_tokens: int, token_ids: Sequence[int]) -> None:

@@ -65,6 +65,7 @@ class CacheGroupSpec:
         ratio: tokens per entry (1 unless compressed).
         replay: rules the model allows, preferred first.
         trained_for_bounded: the model declares that it was trained for bounded replay.
+        replay_tokens: rows that the model declares to be enough for a bounded replay, 0 = none.
     """
 
     name: str
@@ -81,6 +82,7 @@ class CacheGroupSpec:
     ratio: int = field(default=1, validator=validators.ge(1))
     replay: tuple[ReplayRule, ...] = field(default=(ReplayRule.STORED,), converter=_rules)
     trained_for_bounded: bool = False
+    replay_tokens: int = field(default=0, validator=validators.ge(0))
 
     def __attrs_post_init__(self) -> None:
         """Refuse layouts that cannot be addressed."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from deepinfer_core.builtin.pages import PagesCache
 from deepinfer_core.capabilities import Feature
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Hit
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
 
 OFFERS = frozenset({Feature.PAGED_KV, Feature.ROLLBACK, Feature.FORK, Feature.PREFIX_REUSE})
 """Features of this cache."""
@@ -29,15 +29,30 @@ class SnapshotCache(PagesCache):
         self._span = math.lcm(*(group.page_size for group in context.groups))
         self._snapshots: OrderedDict[Key, int] = OrderedDict()
         self._salts: dict[int, str] = {}
+        self._hits: dict[int, Hit] = {}
         self._next_snapshot = -1
 
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+    def open(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        *,
+        salt: str = "",
+        limit: int | None = None,
+        cuts: tuple[Cut, ...] | None = None,
+    ) -> Hit:
         """Fork the longest snapshot of a proper prefix, if there is one and pages suffice."""
-        hit = self._fork_snapshot(sequence_id, tuple(token_ids), salt)
+        longest = len(token_ids) if limit is None else limit + 1
+        hit = self._fork_snapshot(sequence_id, tuple(token_ids[:longest]), salt)
         if hit is None:
             hit = super().open(sequence_id, token_ids, salt=salt)
         self._salts[sequence_id] = salt
+        self._hits[sequence_id] = hit
         return hit
+
+    def ready(self, sequence_id: int) -> Hit:
+        """At once: nothing is loaded from anywhere."""
+        return self._hits[sequence_id]
 
     def reserve(self, sequence_id: int, num_tokens: int) -> bool:
         """As ``PagesCache``; snapshots give way where that is enough."""
@@ -52,7 +67,9 @@ class SnapshotCache(PagesCache):
             self._drop_oldest()
         return True
 
-    def available_for(self, num_tokens: int) -> bool:
+    def available_for(
+        self, num_tokens: int, token_ids: Sequence[int] = (), *, salt: str = ""
+    ) -> bool:
         """As ``PagesCache``, counting what snapshots hold."""
         return self._can_have([spec.pages_for(num_tokens) for spec in self._groups])
 
@@ -77,6 +94,7 @@ class SnapshotCache(PagesCache):
         """End a sequence; its snapshots stay."""
         super().release(sequence_id)
         self._salts.pop(sequence_id, None)
+        self._hits.pop(sequence_id, None)
 
     def usage(self) -> tuple[CacheUsage, ...]:
         """Pages now; what only snapshots hold is reusable."""

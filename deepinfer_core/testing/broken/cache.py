@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from deepinfer_core.batch import PageCopy
 from deepinfer_core.builtin import pages
@@ -46,9 +47,9 @@ class _ReleaseUnknownRaises(pages.PagesCache):
 
 
 class _OpenReplaces(pages.PagesCache):
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+    def open(self, sequence_id: int, token_ids: Sequence[int], **wanted: Any) -> Hit:
         self.release(sequence_id)
-        return super().open(sequence_id, token_ids, salt=salt)
+        return super().open(sequence_id, token_ids, **wanted)
 
 
 class _ReserveGroupByGroup(pages.PagesCache):
@@ -77,7 +78,9 @@ class _ReserveShrinks(pages.PagesCache):
 
 
 class _PromisesTooMuch(pages.PagesCache):
-    def available_for(self, num_tokens: int) -> bool:
+    def available_for(
+        self, num_tokens: int, token_ids: Sequence[int] = (), *, salt: str = ""
+    ) -> bool:
         return super().available_for(num_tokens - 1)
 
 
@@ -192,9 +195,13 @@ class _ForgetsThePartialPage(pages.PagesCache):
 
 
 class _NeverFinds(SnapshotCache):
-    def open(self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "") -> Hit:
+    def open(
+        self, sequence_id: int, token_ids: Sequence[int], *, salt: str = "", **wanted: Any
+    ) -> Hit:
         self._salts[sequence_id] = salt
-        return pages.PagesCache.open(self, sequence_id, token_ids, salt=salt)
+        hit = pages.PagesCache.open(self, sequence_id, token_ids, salt=salt)
+        self._hits[sequence_id] = hit
+        return hit
 
 
 class _IgnoresSalts(SnapshotCache):

@@ -6,7 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from deepinfer_core import Component, hookimpl
+from deepinfer_core import Component, Feature, hookimpl
+from deepinfer_core.components import Priority
+from deepinfer_prefix.config import PrefixConfig
 from deepinfer_prefix.tiers.configs import DiskConfig, HostConfig, TieredConfig
 
 DEEPINFER_API = 1
@@ -45,5 +47,21 @@ def deepinfer_kv_stores() -> tuple[Component[Any], ...]:
             config_type=TieredConfig,
             auto=False,
             summary="host memory in front of files",
+        ),
+    )
+
+
+@hookimpl
+def deepinfer_caches() -> tuple[Component[Any], ...]:
+    """Offer pages that later requests with the same beginning use again."""
+    return (
+        Component(
+            name="prefix",
+            build=_lazy("cache"),
+            config_type=PrefixConfig,
+            needs={Feature.PAGED_KV},
+            offers={Feature.ROLLBACK, Feature.FORK, Feature.PREFIX_REUSE},
+            priority=Priority.PORTABLE,
+            summary="pages that later requests with the same beginning use again",
         ),
     )

@@ -1,0 +1,119 @@
+"""From a match of tokens to where a sequence may start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from deepinfer_core.interfaces.cache import Cut
+from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_prefix.rules import Rules
+from deepinfer_prefix.tree import Cuts, Match, Node, find
+
+
+@frozen(kw_only=True)
+class Start:
+    """Where a sequence starts.
+
+    Attributes:
+        match: blocks whose pages it uses; its length is that of the hit.
+        compute_from: first position to compute; below the hit's length where rows are replayed.
+        cuts: the sequence's approximations.
+        restart_at: where it must be opened again, 0 = never.
+    """
+
+    match: Match
+    compute_from: int
+    cuts: Cuts = ()
+    restart_at: int = 0
+
+    @property
+    def replays(self) -> bool:
+        """Whether windows are rebuilt by computing rows again."""
+        return self.compute_from < self.match.length
+
+
+class Lookup:
+    """Finds starts by the rules of one model.
+
+    Args:
+        groups: the model's cache groups.
+        rules: how they are recovered.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroupSpec], rules: Rules) -> None:
+        self._groups, self._rules = tuple(groups), rules
+
+    def start(
+        self,
+        root: Node,
+        data: bytes,
+        cuts: Cuts | None,
+        *,
+        whole_blocks: bool = False,
+    ) -> Start:
+        """The start that saves most.
+
+        Args:
+            root: of the salt.
+            data: token ids that may be matched, four bytes each.
+            cuts: see ``Cache.open``.
+            whole_blocks: use no block in part.
+        """
+        if not cuts:
+            return self._free(self._find(root, data, cuts, whole_blocks), inexact=cuts is None)
+        for number in range(len(cuts), 0, -1):
+            cut = cuts[number - 1]
+            match = self._find(root, data[: 4 * cut.at], cuts[: number - 1], whole_blocks)
+            if match.length == cut.at:
+                later = cuts[number].at if number < len(cuts) else 0
+                return Start(
+                    match=match, compute_from=cut.start, cuts=cuts[:number], restart_at=later
+                )
+        match = self._find(root, data[: 4 * cuts[0].at], (), whole_blocks)
+        start = self._free(match, inexact=False)
+        return Start(match=start.match, compute_from=start.compute_from, restart_at=cuts[0].at)
+
+    def _find(self, root: Node, data: bytes, cuts: Cuts | None, whole_blocks: bool) -> Match:
+        rules = self._rules
+        match = find(root, data, block_tokens=rules.block_tokens, grain=rules.grain, cuts=cuts)
+        return match.whole() if whole_blocks else match
+
+    def _free(self, match: Match, *, inexact: bool) -> Start:
+        """The best start within a match."""
+        rules = self._rules
+        if not rules.windows and not rules.states:
+            return Start(match=match, compute_from=match.length, cuts=match.cuts)
+        best = Start(match=match.whole(0), compute_from=0)
+        if rules.snapshots:
+            kept = self._with_snapshot(match)
+            best = Start(match=kept, compute_from=kept.length, cuts=kept.cuts)
+        if rules.replay_rows is None or not (inexact or rules.replay_is_exact):
+            return best
+        start = match.length - rules.replay_rows
+        if start <= best.compute_from:
+            return best
+        cuts = match.cuts
+        if not rules.replay_is_exact:
+            cuts += (Cut(at=match.length, start=start),)
+        return Start(match=match, compute_from=start, cuts=cuts)
+
+    def _with_snapshot(self, match: Match) -> Match:
+        """The longest part of a match at whose end every window and state is kept."""
+        if match.last is not None and self._is_kept([*match.path, match.last], match.length):
+            return match
+        for num_blocks in range(len(match.path), 0, -1):
+            if self._is_kept(match.path[:num_blocks], match.path[num_blocks - 1].end):
+                return match.whole(num_blocks)
+        return match.whole(0)
+
+    def _is_kept(self, nodes: Sequence[Node], length: int) -> bool:
+        for group in self._rules.states:
+            if nodes[-1].pages[group] is None or nodes[-1].end != length:
+                return False
+        for group in self._rules.windows:
+            first = max(0, length - self._groups[group].window + 1) // self._rules.block_tokens
+            if any(node.pages[group] is None for node in nodes[first:]):
+                return False
+        return True

@@ -65,3 +65,15 @@ def deepinfer_caches() -> tuple[Component[Any], ...]:
             summary="pages that later requests with the same beginning use again",
         ),
     )
+
+
+@hookimpl
+def deepinfer_commands() -> tuple[Component[Any], ...]:
+    """Offer to say what a cache is worth."""
+    return (
+        Component(
+            name="cost",
+            build=_lazy("commands.cost"),
+            summary="Say what cached prompts cost and a card earns.",
+        ),
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_core.interfaces.kv_store import KvStoreContext, StoredPage
+from deepinfer_core.interfaces.kv_store import KvStoreContext, PageState, StoredPage
 from deepinfer_core.testing.broken.kv_store import MemoryStore
 from deepinfer_prefix.tiers.loader import Load, LoaderConfig, PageLoader
 
@@ -256,3 +256,14 @@ def test_closing_writes_what_waits_and_closes_the_store(store: Gated, make: Any)
     assert loader.load(KEYS).done
     assert loader.save(KEYS[1], page(1)) is False
     assert store.put(KEYS[1], page(1)) is False
+
+
+def test_a_miss_is_explained(store: Gated, make: Any) -> None:
+    fill(store, 0, 1, 3)
+    MemoryStore.put(store, KEYS[2], page(2), expires_at_s=-1.0)
+    done = threading.Event()
+    load = make().load(KEYS, notify=done.set)
+    wait(load, done)
+    assert len(load.pages) == 2
+    assert load.missing is not None
+    assert load.missing.state is PageState.EXPIRED

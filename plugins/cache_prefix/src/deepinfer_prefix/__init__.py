@@ -69,8 +69,13 @@ def deepinfer_caches() -> tuple[Component[Any], ...]:
 
 @hookimpl
 def deepinfer_commands() -> tuple[Component[Any], ...]:
-    """Offer to say what a cache is worth."""
+    """Offer to look at what is kept, and to say what it is worth."""
     return (
+        Component(
+            name="cache",
+            build=_lazy("commands.cache"),
+            summary="Look at pages kept on disk, say why a prompt missed, clear them.",
+        ),
         Component(
             name="cost",
             build=_lazy("commands.cost"),

@@ -15,7 +15,7 @@ from functools import partial
 
 from attrs import define, evolve, field, frozen
 
-from deepinfer_core.interfaces.kv_store import KvStore, StoredPage
+from deepinfer_core.interfaces.kv_store import KvStore, PageStatus, StoredPage
 from deepinfer_core.log import get_logger
 
 Deliver = Callable[[int, StoredPage], None]
@@ -63,11 +63,13 @@ class Load:
         keys: what was asked for, in order.
         pages: the leading pages that arrived, as long as the hit; without their data if they were
             delivered.
+        missing: why the page after them did not arrive, where the store was asked.
     """
 
     def __init__(
         self,
         keys: Sequence[bytes],
+        contents: Sequence[bytes],
         *,
         exact_only: bool,
         deliver: Deliver | None,
@@ -75,7 +77,10 @@ class Load:
         notify: Callable[[], None] | None,
     ) -> None:
         self.keys = tuple(keys)
+        self.contents = tuple(contents) or (b"",) * len(self.keys)
         self.pages: tuple[StoredPage, ...] = ()
+        self.missing: PageStatus | None = None
+        self._missing: dict[int, PageStatus] = {}
         self._exact_only, self._deliver, self._notify = exact_only, deliver, notify
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -123,7 +128,7 @@ class Load:
             self._active += 1
             return self._next - 1
 
-    def arrive(self, at: int, page: StoredPage | None) -> bool:
+    def arrive(self, at: int, page: StoredPage | None, missing: PageStatus | None = None) -> bool:
         """A page was got, or (None) the run ends before it; whether it became part of the load.
 
         Raises:
@@ -148,6 +153,8 @@ class Load:
                 self._active -= 1
                 if at not in self._arrived:
                     self._end = min(self._end, at)
+                    if missing is not None:
+                        self._missing[at] = missing
             self._settle()
 
     def _begin_delivery(self) -> bool:
@@ -167,6 +174,7 @@ class Load:
             while len(run) < self._end and (page := self._arrived.get(len(run))) is not None:
                 run.append(page)
             self.pages, self._arrived = tuple(run), {}
+            self.missing = self._missing.get(len(run))
             self._stopped = self._done = True
         if self._notify is not None:
             self._notify()
@@ -229,6 +237,7 @@ class PageLoader:
         self,
         keys: Sequence[bytes],
         *,
+        contents: Sequence[bytes] = (),
         exact_only: bool = True,
         deliver: Deliver | None = None,
         notify: Callable[[], None] | None = None,
@@ -237,6 +246,8 @@ class PageLoader:
 
         Args:
             keys: in the order of the pages.
+            contents: digests of their tokens alone (``explain.contents``), or nothing; with them
+                a miss is explained better.
             exact_only: end the run before a page that is not exact.
             deliver: called on a background thread with each page, in any order; the pages of the
                 finished load then carry no data. Pages beyond the final run may be delivered too.
@@ -244,6 +255,7 @@ class PageLoader:
         """
         load = Load(
             keys,
+            contents,
             exact_only=exact_only,
             deliver=deliver,
             deadline_s=self._clock() + self._config.timeout_s,
@@ -363,12 +375,15 @@ class PageLoader:
 
     def _load(self, load: Load, at: int) -> None:
         page: StoredPage | None = None
+        missing: PageStatus | None = None
         try:
             page = self.store.get(load.keys[at])
+            if page is None:
+                missing = self.store.explain(load.keys[at], load.contents[at])
         except Exception as error:
             self._failed("get", error)
         try:
-            if load.arrive(at, page):
+            if load.arrive(at, page, missing):
                 self._count("loaded_pages")
         except Exception as error:
             self._failed("deliver", error)

@@ -78,6 +78,28 @@ class DeltaStream:
             raise channel.error
         raise StopAsyncIteration
 
+    async def accepted(self) -> None:
+        """Wait until the engine has queued the request; what is refused is refused here.
+
+        Servers call it before they promise a stream to their client.
+
+        Raises:
+            RequestError: the request was refused.
+            EngineError: the engine failed or was closed.
+        """
+        channel = self._channel
+        try:
+            while not (channel.accepted or channel.ended):
+                channel.ready.clear()
+                await channel.ready.wait()
+        except BaseException:
+            self._finalizer()
+            raise
+        channel.ready.set()  # what came meanwhile must not wait for the next delta
+        if channel.error is not None and not channel.accepted:
+            self._finalizer.detach()
+            raise channel.error
+
     async def wait(self) -> RequestOutput:
         """Read to the end and return the complete result.
 

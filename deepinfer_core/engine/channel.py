@@ -40,6 +40,7 @@ class Channel:
         self.ready = asyncio.Event()
         self.result: RequestOutput | None = None
         self.error: Exception | None = None
+        self.accepted = False
         self.ended = False
         self.abandoned = False
         self._capacity = capacity
@@ -47,6 +48,10 @@ class Channel:
         self._waiting: deque[Delta] = deque()
 
     # Called in the engine's thread.
+
+    def accept(self) -> None:
+        """Say that the request is queued."""
+        self.accepted = True
 
     def put(self, delta: Delta) -> None:
         """Queue a delta, or merge it into one that waits."""

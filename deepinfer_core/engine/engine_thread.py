@@ -64,6 +64,8 @@ class EngineThread:
             if not channel.abandoned:
                 engine.submit(request)
                 self._channels[request.request_id] = channel
+                channel.accept()
+                wake([channel])
 
         def fail(error: Exception) -> None:
             self.refuse(channel, error)

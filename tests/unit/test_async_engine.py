@@ -76,6 +76,26 @@ def test_many_streams_each_get_their_own_text() -> None:
     assert run(ScriptedEngine(), body) == [f"prompt {number}" for number in range(50)]
 
 
+def test_a_stream_says_when_it_is_queued_and_loses_nothing() -> None:
+    async def body(engine: AsyncEngine) -> str:
+        stream = engine.generate("prompt")
+        await stream.accepted()
+        await stream.accepted()
+        return await text_of(stream)
+
+    assert run(ScriptedEngine(), body) == "prompt"
+
+
+def test_a_refusal_comes_before_the_stream() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        with pytest.raises(RequestError, match="no token for"):
+            await engine.generate("\u2026").accepted()
+        with pytest.raises(RequestError):
+            await engine.generate([1, 2], request_id="").accepted()
+
+    run(ScriptedEngine(), body)
+
+
 def test_the_result_follows_the_last_delta() -> None:
     async def body(engine: AsyncEngine) -> None:
         stream = engine.generate([97, 98], SamplingParams(n=2), request_id="mine")

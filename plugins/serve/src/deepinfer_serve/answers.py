@@ -1,0 +1,145 @@
+"""Bodies in, JSON and events out: the small things that every endpoint does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.wire import Fault, ServerEvent, WireFormat, to_json
+
+RETRY_AFTER_S = 1
+"""What clients are told to wait when the server is full: a slot is free after any answer ends."""
+
+
+class ClientGone(Exception):
+    """The client left; there is nobody to answer."""
+
+
+class SlowReader(ClientGone):
+    """The client takes nothing any more."""
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit: int, timeout_s: float) -> bytes:
+    """Return a request's body.
+
+    Raises:
+        ProtocolError: it is larger than ``limit`` (413) or takes too long (408).
+        ClientGone: the client left.
+    """
+    too_large = ProtocolError(
+        f"the body is larger than {limit} bytes (--max-body)", status=413, code="body_too_large"
+    )
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise ProtocolError(f"the body did not arrive within {timeout_s:g} s", status=408) from None
+
+
+async def send_json(
+    send: Send, value: Any, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    """Answer with JSON."""
+    body = to_json(value).encode("utf-8", "replace")
+    await send_bytes(send, body, b"application/json", status, headers)
+
+
+async def send_bytes(
+    send: Send,
+    body: bytes,
+    content_type: bytes,
+    status: int = 200,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+) -> None:
+    """Answer with a body of any type."""
+    start = [
+        (b"content-type", content_type),
+        (b"content-length", str(len(body)).encode()),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": start})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_fault(send: Send, fault: Fault, wire: WireFormat | None = None) -> None:
+    """Answer with an error, in the shape that the format's clients expect."""
+    headers: list[tuple[bytes, bytes]] = []
+    if fault.status in (429, 503):
+        headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
+    if fault.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if fault.status in (408, 413):
+        headers.append((b"connection", b"close"))  # what is left of the body is not read
+    body = plain_error(fault) if wire is None else wire.error(fault)
+    await send_json(send, body, fault.status, headers)
+
+
+def plain_error(fault: Fault) -> Mapping[str, Any]:
+    """Return the body of an error where no wire format is involved."""
+    kind = "invalid_request_error" if fault.status < 500 else "server_error"
+    error = {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}
+    return {"error": error}
+
+
+class EventStream:
+    """Server-sent events to one client.
+
+    Args:
+        send: the way to the client.
+        timeout_s: a client that takes nothing for so long is given up.
+    """
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send, self._timeout_s = send, timeout_s
+        self.open = False
+
+    async def start(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Promise a stream."""
+        start = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *headers,
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": start})
+        self.open = True
+
+    async def put(self, events: Iterable[ServerEvent]) -> None:
+        """Send events, in one write.
+
+        Raises:
+            SlowReader: the client takes nothing.
+        """
+        body = b"".join([event.encode() for event in events])
+        if body:
+            await self._write(body, more=True)
+
+    async def end(self) -> None:
+        """Say that nothing more will come."""
+        await self._write(b"", more=False)
+
+    async def _write(self, body: bytes, *, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise SlowReader from None

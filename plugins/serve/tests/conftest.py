@@ -1,0 +1,249 @@
+"""A server on a real port in front of a scripted engine, speaking a toy wire format."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepinfer_serve")
+
+import httpx
+from attrs import define, field
+
+from deepinfer_core.engine.async_engine import AsyncEngine
+from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.wire import (
+    Fault,
+    Generation,
+    ReadContext,
+    ServerEvent,
+    StoredResponse,
+)
+from deepinfer_core.requests import Delta, RequestOutput, SamplingParams
+from deepinfer_core.testing.scripted import ScriptedEngine
+from deepinfer_serve.lifecycle import GracefulServer, listen, make_server, url_of
+from deepinfer_serve.options import ServeOptions
+from deepinfer_serve.site import Site
+
+MODEL = "toy"
+
+
+# ---------------------------------------------------------------------------- a toy protocol
+
+
+class ToyReply:
+    """Counts and collects; says everything in events called ``text``, ``done`` and ``fault``."""
+
+    def __init__(self, exchange: ToyExchange, identity: str) -> None:
+        self.exchange, self.identity = exchange, f"toy_{identity}"
+        self.texts: list[str] = [""] * len(exchange.generations)
+        self.status = "in_progress"
+        self.message = ""
+
+    def start(self) -> Sequence[ServerEvent]:
+        return [ServerEvent(name="begun", data={"id": self.identity})]
+
+    def push(self, delta: Delta, generation: int = 0) -> Sequence[ServerEvent]:
+        self.texts[generation] += delta.text
+        return [ServerEvent(name="text", data={"text": delta.text, "at": generation})]
+
+    def wants(self, generation: int = 0) -> bool:
+        wanted = self.exchange.fields.get("wanted")
+        return wanted is None or len(self.texts[generation]) < wanted
+
+    def finish(self, results: Sequence[RequestOutput | None]) -> Sequence[ServerEvent]:
+        self.status = "completed"
+        tokens = [len(r.prompt_token_ids) if r else 0 for r in results]
+        return [
+            ServerEvent(name="done", data={"prompt_tokens": tokens}),
+            ServerEvent(data="[DONE]"),
+        ]
+
+    def fail(self, fault: Fault) -> Sequence[ServerEvent]:
+        self.status, self.message = "failed", fault.message
+        return [ServerEvent(name="fault", data={"message": fault.message, "status": fault.status})]
+
+    def body(self) -> Mapping[str, Any]:
+        return {
+            "id": self.identity,
+            "texts": self.texts,
+            "status": self.status,
+            "message": self.message,
+            "background": self.exchange.background,
+        }
+
+    def stored(self) -> StoredResponse | None:
+        if not self.exchange.fields.get("store"):
+            return None
+        items = tuple({"id": f"item_{at}"} for at in range(self.exchange.fields.get("items", 3)))
+        return StoredResponse(identity=self.identity, body=self.body(), input_items=items)
+
+
+@define
+class ToyExchange:
+    """``{"prompts": [...], "stream": bool, "store": bool, "background": bool, "wanted": int}``."""
+
+    fields: Mapping[str, Any]
+    generations: Sequence[Generation]
+
+    @property
+    def model(self) -> str:
+        return str(self.fields.get("model", MODEL))
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.fields.get("stream"))
+
+    @property
+    def background(self) -> bool:
+        return bool(self.fields.get("background"))
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        return tuple(self.fields.get("ignored", ()))
+
+    def reply(self, identity: str, created_s: int) -> ToyReply:
+        return ToyReply(self, identity)
+
+
+class ToyFormat:
+    """Reads JSON; mounted at the path of the Responses API, whose endpoints it then has."""
+
+    name = "toy"
+    path = "/v1/responses"
+
+    def read(self, body: bytes, context: ReadContext) -> ToyExchange:
+        try:
+            fields = json.loads(body)
+        except ValueError as error:
+            raise ProtocolError(f"no JSON: {error}", param="body") from error
+        if not isinstance(fields, dict):
+            raise ProtocolError("no object")
+        if fields.get("crash"):
+            raise ZeroDivisionError("a secret of the server")
+        if (previous := fields.get("previous")) and context.stored(previous) is None:
+            raise ProtocolError("there is no previous response", status=404)
+        generations = [
+            Generation(
+                prompt_token_ids=tuple(prompt.encode("latin-1")),
+                params=SamplingParams(max_tokens=fields.get("max_tokens"), n=fields.get("n", 1)),
+                cache_salt=context.cache_salt,
+            )
+            for prompt in fields.get("prompts", [])
+        ]
+        return ToyExchange(fields, generations)
+
+    def error(self, fault: Fault) -> Mapping[str, Any]:
+        return {"toy_error": fault.message, "param": fault.param}
+
+
+class ToyRecipe:
+    """One format, and a rendering that joins contents."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        return list("".join(str(message["content"]) for message in messages).encode("latin-1"))
+
+    def formats(self) -> Sequence[Any]:
+        return (ToyFormat(),)
+
+
+# ---------------------------------------------------------------------------- a live server
+
+
+@define
+class Live:
+    """A running server and what a test wants to look at."""
+
+    site: Site
+    engine: ScriptedEngine
+    url: str
+    server: GracefulServer
+    thread: threading.Thread = field(repr=False)
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False, **options)
+
+    def stop(self) -> None:
+        self.server.handle_exit(15, None)
+        self.thread.join(30)
+        assert not self.thread.is_alive(), "the server did not end"
+
+
+StartServer = Callable[..., Live]
+
+
+@pytest.fixture
+def start() -> Iterator[StartServer]:
+    """Start servers; ended with the test. Options of `ServeOptions`, and ``engine``."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*, engine: ScriptedEngine | None = None, **options: Any) -> Live:
+            scripted = ScriptedEngine(recipe=ToyRecipe()) if engine is None else engine
+            options = {"port": 0, "drain_timeout_s": 5, **options}
+            settings = ServeOptions(**options)
+            opened = listen(settings)
+            # Small, so that a client that takes nothing is noticed soon.
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+            stack.callback(opened.close)
+            front = AsyncEngine(lambda: scripted)
+            site = Site(engine=front, model=MODEL, options=settings, max_model_len=512)
+            ready = threading.Event()
+            server = make_server(site, ready.set)
+
+            def run() -> None:
+                asyncio.run(server.serve(sockets=[opened]))
+
+            thread = threading.Thread(target=run, name="server", daemon=True)
+            thread.start()
+            assert ready.wait(30)
+            live = Live(site, scripted, url_of(opened), server, thread)
+            stack.callback(live.stop)
+            return live
+
+        yield begin
+
+
+class Gate:
+    """Lets an engine's steps through one at a time."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+        self._open = False
+
+    def __call__(self, step: int) -> None:
+        if not self._open:
+            self._allowed.acquire()
+
+    def let(self, steps: int) -> None:
+        for _ in range(steps):
+            self._allowed.release()
+
+    def open(self) -> None:
+        self._open = True
+        self._allowed.release()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A gate; give it to ``gated``, or to an engine as ``before_step``. Open at the end."""
+    made = Gate()
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def gated(start: StartServer, gate: Gate) -> Callable[..., Live]:
+    """Start servers whose engine waits at the gate before every step."""
+
+    def begin(**options: Any) -> Live:
+        engine = ScriptedEngine(recipe=ToyRecipe(), before_step=gate)
+        return start(engine=engine, **options)
+
+    return begin

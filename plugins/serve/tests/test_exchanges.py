@@ -19,7 +19,8 @@ PATH = "/v1/responses"
 
 def ask(live: Any, **fields: Any) -> httpx.Response:
     with live.client() as client:
-        return client.post(PATH, json=fields)
+        answer: httpx.Response = client.post(PATH, json=fields)
+        return answer
 
 
 def events(response: httpx.Response) -> list[tuple[str, Any]]:

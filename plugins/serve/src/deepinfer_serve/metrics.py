@@ -159,7 +159,7 @@ class _Snapshot:
 
 
 def _engine_families(stats: Any, stored: int, stored_bytes: int) -> list[Any]:
-    families = [
+    families: list[Any] = [
         GaugeMetricFamily(name, text, value=value)
         for name, text, value in (
             ("deepinfer_requests_running", "Sequences that hold pages.", stats.running),

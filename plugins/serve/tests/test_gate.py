@@ -152,7 +152,6 @@ def test_one_trace_runs_through_answer_engine_and_log(
         answer = client.post(PATH, json={"prompts": ["x"]}, headers={"x-request-id": "trace-7"})
     assert answer.headers["x-request-id"] == "trace-7"
     assert live.engine.submitted[0].request_id.endswith(":trace-7")
-    names = [
-        record.msg["event"] for record in caplog.records if "trace-7" in json.dumps(record.msg)
-    ]
+    told: list[Any] = [record.msg for record in caplog.records]
+    names = [message["event"] for message in told if "trace-7" in json.dumps(message)]
     assert names == ["request.started", "http.request"]

@@ -25,23 +25,6 @@ class ConstraintContext:
     eos_token_ids: tuple[int, ...]
 
 
-@frozen(kw_only=True)
-class Grammar:
-    """What an output must follow, before it is compiled.
-
-    Attributes:
-        kind: one of ``Constraint.kinds()``.
-        source: what ``Constraint.compile`` takes with this kind: a JSON schema, a pattern, a
-            grammar's text, a list of choices, a structural tag.
-        after: token ids of which the first one ends what is free (a thought); the grammar holds
-            from the next token on. Empty: it holds from the first token on.
-    """
-
-    kind: str
-    source: Any
-    after: tuple[int, ...] = ()
-
-
 class Matcher(Protocol):
     """State of one output under one grammar."""
 

@@ -20,7 +20,6 @@ class RecipeContext:
         chat_template: its template source, or None.
         architecture: the model's architecture name, "" if unknown.
         parsers: makers of the parsers that are available, by name.
-        grammar_kinds: what the composed constraint compiles; empty without one.
         eos_token_ids: ids that end an output.
         max_length: tokens of the longest sequence; None if unknown.
     """
@@ -29,7 +28,6 @@ class RecipeContext:
     chat_template: str | None
     architecture: str = ""
     parsers: Mapping[str, Callable[[], Parser]] = field(factory=dict)
-    grammar_kinds: Sequence[str] = ()
     eos_token_ids: Sequence[int] = ()
     max_length: int | None = None
 

@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from attrs import frozen
 
 from deepinfer_core.errors import AdmissionError, ProtocolError, RequestError
-from deepinfer_core.interfaces.constraint import Grammar
 from deepinfer_core.requests import Delta, RequestOutput, SamplingParams
 
 
@@ -54,15 +53,13 @@ class Generation:
 
     Attributes:
         prompt_token_ids: the rendered prompt.
-        params: how to choose tokens; ``n`` outputs.
-        grammar: what the output must follow, or None.
+        params: how to choose tokens, what the output must follow; ``n`` outputs.
         thinking_limit: how long the model may think, or None for as long as it likes.
         cache_salt: requests with different salts never share cached prefixes.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    grammar: Grammar | None = None
     thinking_limit: ThinkingLimit | None = None
     cache_salt: str = ""
 
@@ -163,6 +160,14 @@ class Reply(Protocol):
     @property
     def identity(self) -> str:
         """The response's full id."""
+        ...
+
+    @property
+    def failure(self) -> Fault | None:
+        """What failed, once a delta said so; then `finish` gives the events of `fail`.
+
+        A server that does not stream answers with ``format.error(reply.failure)``.
+        """
         ...
 
     def start(self) -> Sequence[ServerEvent]:

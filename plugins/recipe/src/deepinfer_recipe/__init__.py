@@ -7,7 +7,7 @@ from typing import Any
 
 from deepinfer_core.components import Component
 from deepinfer_core.hookspecs import AnyComponent, hookimpl
-from deepinfer_recipe.config import MistralConfig, ParserConfig
+from deepinfer_recipe.config import ChatConfig, MistralConfig, ParserConfig
 from deepinfer_recipe.constraint.config import XgrammarConfig
 
 DEEPINFER_API = 1
@@ -67,4 +67,23 @@ def deepinfer_parsers() -> tuple[AnyComponent, ...]:
             summary=summary,
         )
         for name, (kind, summary) in dialects.items()
+    )
+
+
+def _build_chat(config: Any, context: Any) -> Any:
+    from deepinfer_recipe.recipe import build
+
+    return build(config, context)
+
+
+@hookimpl
+def deepinfer_recipes() -> tuple[AnyComponent, ...]:
+    """Offer the chat template with every wire format."""
+    return (
+        Component(
+            name="chat",
+            build=_build_chat,
+            config_type=ChatConfig,
+            summary="the checkpoint's chat template; OpenAI and Anthropic protocols",
+        ),
     )

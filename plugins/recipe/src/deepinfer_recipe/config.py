@@ -31,3 +31,15 @@ class MistralConfig(ParserConfig):
 
     think: str = "[THINK]"
     end_think: str = "[/THINK]"
+
+
+@frozen(kw_only=True)
+class ChatConfig:
+    """Options of the recipes.
+
+    Attributes:
+        parser: name of the parser that reads the model's answers; "auto" looks at the chat
+            template.
+    """
+
+    parser: str = "auto"

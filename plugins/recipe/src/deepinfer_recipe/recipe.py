@@ -1,0 +1,85 @@
+"""Recipe "chat": the checkpoint's chat template, and every wire format."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from deepinfer_core.builtin.template_recipe import TemplateRecipe
+from deepinfer_core.errors import RequestError
+from deepinfer_core.interfaces.parser import Parser
+from deepinfer_core.interfaces.recipe import RecipeContext
+from deepinfer_core.interfaces.wire import WireFormat
+from deepinfer_recipe.config import ChatConfig
+from deepinfer_recipe.kit import Kit, Renderer
+from deepinfer_recipe.render.template import TemplateRenderer
+from deepinfer_recipe.wire.chat import ChatFormat
+from deepinfer_recipe.wire.completions import CompletionsFormat
+
+_SIGNS = (
+    ("<｜DSML｜ calls", "deepseek_v4_1"),
+    ("｜DSML｜", "deepseek_v4"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama"),
+    ("<think>", "thinking"),
+)
+"""What in a chat template betrays the dialect that a model answers in; the first wins."""
+
+
+def build(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
+    """Make the recipe."""
+    return ChatRecipe(config, context, TemplateRenderer(context))
+
+
+def dialect_of(template: str | None) -> str:
+    """Return the name of the parser that fits a chat template."""
+    return next((name for sign, name in _SIGNS if sign in (template or "")), "plain")
+
+
+class ChatRecipe(TemplateRecipe):
+    """Renders, and speaks all protocols.
+
+    Args:
+        config: options.
+        context: the model.
+        renderer: makes the prompts of the protocols.
+        dialect: name of the parser where the options leave it open.
+    """
+
+    def __init__(
+        self,
+        config: ChatConfig,
+        context: RecipeContext,
+        renderer: Renderer,
+        dialect: str | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._parsers = context.parsers
+        self._renderer = renderer
+        self._tokenizer = context.tokenizer
+        self._dialect = config.parser
+        if self._dialect == "auto":
+            self._dialect = dialect or dialect_of(context.chat_template)
+
+    def formats(self) -> Sequence[WireFormat]:
+        """Return the wire formats."""
+        return self._formats
+
+    @functools.cached_property
+    def _formats(self) -> tuple[WireFormat, ...]:
+        kit = Kit(self._tokenizer, self._renderer, self._parser())
+        return (ChatFormat(kit), CompletionsFormat(kit))
+
+    def _parser(self) -> Callable[[], Parser]:
+        found = self._parsers.get(self._dialect)
+        if found is None:
+            from deepinfer_core.builtin.plain_parser import PlainParser
+
+            if self._dialect != "plain" and self._parsers:
+                raise RequestError(
+                    f"recipe.parser {self._dialect!r} is not there; "
+                    f"there are {', '.join(sorted(self._parsers))}"
+                )
+            return PlainParser
+        return found

@@ -1,0 +1,1 @@
+"""Renderers: conversations into prompts, one way per module."""

@@ -1,0 +1,1 @@
+"""Wire formats: what clients send and expect, one module per protocol."""

@@ -1,0 +1,231 @@
+"""OpenAI Chat Completions: what comes in, what goes out."""
+
+# ruff: noqa: E501 - bodies stay in one piece
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.wire import Fault
+from deepinfer_core.requests import Delta, FinishReason
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **more}
+
+
+def chunks(events: Any) -> list[Any]:
+    return [event.data for event in events if event.data != "[DONE]"]
+
+
+def deltas(events: Any) -> list[Any]:
+    return [choice["delta"] for data in chunks(events) for choice in data["choices"]]
+
+
+def test_an_answer(world: Any) -> None:
+    exchange = world.read("openai.chat", body(max_completion_tokens=9, max_tokens=3))
+    assert exchange.generations[0].params.max_tokens == 9
+    assert world.text(exchange.generations[0].prompt_token_ids) == (
+        "<|begin|><|user|>Hi<|end|><|assistant|>"
+    )
+    reply, events = world.run(exchange, [world.ids("Hey 🙂.<|end|>")], cached=2)
+    said = reply.body()
+    assert said["choices"][0]["message"]["content"] == "Hey 🙂."
+    assert said["choices"][0]["finish_reason"] == "stop"
+    assert said["usage"]["prompt_tokens"] == len(exchange.generations[0].prompt_token_ids)
+    assert said["usage"]["completion_tokens"] == 10
+    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert "".join(delta.get("content", "") for delta in deltas(events)) == "Hey 🙂."
+    assert events[-1].encode() == b"data: [DONE]\n\n"
+    assert all("usage" not in data for data in chunks(events))
+
+
+def test_usage_comes_in_a_chunk_of_its_own(world: Any) -> None:
+    asked = body(stream=True, stream_options={"include_usage": True})
+    reply, events = world.run(world.read("openai.chat", asked), [world.ids("Hey")])
+    last = chunks(events)[-1]
+    assert last["choices"] == []
+    assert last["usage"] == reply.body()["usage"]
+
+
+def test_thoughts_and_calls(world: Any) -> None:
+    exchange = world.read("openai.chat", body(tools=[WEATHER], logprobs=True, top_logprobs=1))
+    text = '<think>\nHm.</think>\nOk.<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
+    reply, events = world.run(exchange, [world.ids(text)], sizes=(3, 1, 50))
+    choice = reply.body()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["content"] == "Ok."
+    call = {"id": "call_abc_0_0", "type": "function"}
+    function = {"name": "get", "arguments": '{"a": 1}'}
+    assert choice["message"]["tool_calls"] == [{**call, "function": function}]
+    assert choice["finish_reason"] == "tool_calls"
+    assert [item["token"] for item in choice["logprobs"]["content"]] == ["O", "k", "."]
+    assert reply.body()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
+    found = [delta["tool_calls"][0] for delta in deltas(events) if "tool_calls" in delta]
+    assert found[0] == {"index": 0, **call, "function": {"name": "get", "arguments": ""}}
+    assert "".join(item["function"]["arguments"] for item in found) == '{"a": 1}'
+
+
+def test_calls_are_text_where_no_tools_are_offered(world: Any) -> None:
+    text = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    reply, _ = world.run(world.read("openai.chat", body()), [world.ids(text)])
+    assert reply.body()["choices"][0]["message"]["content"] == text
+
+
+def test_length_is_not_hidden_by_calls(world: Any) -> None:
+    exchange = world.read("openai.chat", body(tools=[WEATHER]))
+    text = '<tool_call>{"name": "get", "arguments": {"a": "x'
+    reply, _ = world.run(exchange, [world.ids(text)], reason=FinishReason.LENGTH)
+    choice = reply.body()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": "x'
+
+
+def test_stop_strings_count_in_answers_only(world: Any) -> None:
+    exchange = world.read("openai.chat", body(stop=["END", "x"]))
+    assert exchange.generations[0].params.stop == ()
+    reply = exchange.reply("abc", 1)
+    ids = world.ids("<think>END x</think>say EN and END, no more")
+    for token in ids:
+        reply.push(Delta(request_id="r", token_ids=(token,)))
+        if not reply.wants():
+            break
+    reply.finish([None])
+    said = reply.body()
+    assert said["choices"][0]["message"]["content"] == "say EN and "
+    assert said["choices"][0]["finish_reason"] == "stop"
+    assert said["usage"]["completion_tokens"] == len(ids) - len(", no more")
+
+
+def test_several_choices(world: Any) -> None:
+    exchange = world.read("openai.chat", body(n=2))
+    reply, events = world.run(exchange, [world.ids("one"), world.ids("two")])
+    said = reply.body()
+    assert [choice["message"]["content"] for choice in said["choices"]] == ["one", "two"]
+    assert said["usage"]["completion_tokens"] == 6
+    assert [data["choices"][0]["index"] for data in chunks(events)][:2] == [0, 1]
+
+
+def test_only_one_call_where_calls_are_not_parallel(world: Any) -> None:
+    exchange = world.read("openai.chat", body(tools=[WEATHER], parallel_tool_calls=False))
+    call = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    reply, _ = world.run(exchange, [world.ids(call + call)])
+    choice = reply.body()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_what_must_be_called_is_a_grammar(world: Any) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    choice = {"type": "function", "function": {"name": "get"}}
+    exchange = world.read("openai.chat", body(tools=[WEATHER, other], tool_choice=choice))
+    structured = exchange.generations[0].params.structured
+    assert structured.kind == "tool_calls"
+    assert structured.source["tool_choice"] == choice
+    assert [tool["function"]["name"] for tool in structured.source["tools"]] == ["get"]
+    assert structured.start_after == (world.tokenizer.id_of("</think>"),)
+    off = body(tools=[WEATHER], tool_choice="required", reasoning_effort="none")
+    assert world.read("openai.chat", off).generations[0].params.structured.start_after == ()
+
+
+def test_allowed_tools(world: Any) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    exchange = world.read("openai.chat", body(tools=[WEATHER, other], tool_choice=choice))
+    prompt = world.text(exchange.generations[0].prompt_token_ids)
+    assert '"other"' in prompt
+    assert '"get"' not in prompt
+
+
+def test_answer_formats(world: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}
+    given = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    params = world.read("openai.chat", body(response_format=given)).generations[0].params
+    assert (params.structured.kind, params.structured.source) == ("json_schema", schema)
+    given = {"structured_outputs": {"choice": ["a", "b"]}}
+    params = world.read("openai.chat", body(**given)).generations[0].params
+    assert (params.structured.kind, params.structured.source) == ("choice", ["a", "b"])
+
+
+def test_a_prefix_goes_on(world: Any) -> None:
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}]},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Once <|end|>", "prefix": True},
+    ]
+    exchange = world.read("openai.chat", body(messages=messages))
+    ids = exchange.generations[0].prompt_token_ids
+    assert world.text(ids).endswith("<|system|>Be<|end|><|user|>Hi<|end|><|assistant|>Once <|end|>")
+    assert ids[-1] < 256, "the client cannot spell control tokens"
+    reply, _ = world.run(exchange, [world.ids(" upon")])
+    assert reply.body()["choices"][0]["message"]["content"] == " upon"
+
+
+def test_a_thinking_budget(world: Any) -> None:
+    given = body(thinking={"type": "enabled", "budget_tokens": 20})
+    exchange = world.read("openai.chat", given)
+    limit = exchange.generations[0].thinking_limit
+    assert (limit.max_tokens, limit.thinking) == (20, True)
+    reply, _ = world.run(exchange, [world.ids("Hm.</think>Yes")])
+    message = reply.body()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes")
+
+
+def test_failures_in_the_middle(world: Any) -> None:
+    exchange = world.read("openai.chat", body())
+    reply = exchange.reply("abc", 1)
+    reply.start()
+    reply.push(Delta(request_id="r", token_ids=tuple(world.ids("Hey"))))
+    assert reply.failure is None
+    error = FinishReason.ERROR
+    assert reply.push(Delta(request_id="r", finish_reason=error, error="no memory")) == []
+    assert reply.failure is not None
+    (event,) = reply.finish([None])
+    assert event.data["error"]["message"] == "no memory"
+    assert reply.fail(Fault(status=500, message="again")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"temperature": 3}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": "2"}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x" * 2000]}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.name"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"functions": []}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"model": None}, "model"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(world: Any, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        world.read("openai.chat", body(**change))
+    assert raised.value.param == param
+    shape = world.formats["openai.chat"].error(Fault.of(raised.value))
+    assert shape["error"]["type"] == "invalid_request_error"
+    assert shape["error"]["param"] == param
+
+
+def test_what_has_no_effect_is_said(world: Any) -> None:
+    exchange = world.read("openai.chat", body(user="u", banana=1, temperature=0.5))
+    assert exchange.ignored == ("user", "banana")

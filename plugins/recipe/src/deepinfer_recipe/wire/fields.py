@@ -61,8 +61,10 @@ def _kind(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    names = {dict: "an object", list: "a list", str: "a string"}
-    return names.get(type(value), f"the number {value!r:.40}")
+    for kind, name in ((dict, "an object"), (list, "a list"), (str, "a string")):
+        if isinstance(value, kind):
+            return name
+    return f"the number {value!r:.40}"
 
 
 class Fields:

@@ -57,7 +57,7 @@ def _reader(module: str, name: str) -> Callable[[Any, Any], Any]:
 
 @hookimpl
 def deepinfer_models() -> tuple[AnyComponent, ...]:
-    """Offer the decoder that many architectures share."""
+    """Offer the decoder that many architectures share, and hybrids of window and full layers."""
     return (
         Component(
             name="decoder",
@@ -66,6 +66,22 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             priority=REFERENCE,
             tags=DECODER_ARCHITECTURES,
             summary="Llama, SmolLM2/3, Mistral, Qwen2, Qwen3, Qwen3-MoE",
+        ),
+        Component(
+            name="gemma3",
+            build=_lazy("models.gemma3"),
+            offers={Feature.TAPS},
+            priority=REFERENCE,
+            tags={"Gemma3ForCausalLM"},
+            summary="Gemma 3, text",
+        ),
+        Component(
+            name="gpt-oss",
+            build=_lazy("models.gpt_oss"),
+            offers={Feature.TAPS},
+            priority=REFERENCE,
+            tags={"GptOssForCausalLM"},
+            summary="GPT-OSS, experts dense or in MXFP4",
         ),
     )
 

@@ -16,7 +16,7 @@ from deepinfer_core.builtin.cpu import has_native_bfloat16
 from deepinfer_core.builtin.product_probe import dependent_rows, wrong_products
 from deepinfer_core.components import Priority, Verified
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
-from deepinfer_core.ops.reference import OPS, MoeExperts
+from deepinfer_core.ops.reference import OPS
 from deepinfer_core.ops.rows import padded_rows
 
 _PACK_ROWS = 64
@@ -25,6 +25,9 @@ _PACK_ROWS = 64
 
 _ALIGNED = 16
 """Numbers to a multiple of which the rows of plain products are padded."""
+
+_GELU_SCALE, _GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
+"""Constants of gelu's tanh form."""
 
 _UNROLLED = 64
 """Most numbers that torch's element loops take at once; what is left over is computed otherwise."""
@@ -162,6 +165,18 @@ class FastSiluMul:
         return out.to(gate_up.dtype).mul_(up)
 
 
+class FastGeluMul:
+    """``GeluMul``, each number computed alike wherever it stands."""
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """See the reference: (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))."""
+        half = gate_up.shape[-1] // 2
+        gate, up = gate_up[..., :half], gate_up[..., half:]
+        wide = gate if gate.dtype == torch.float64 else gate.float()
+        inner = (wide * wide).mul_(_GELU_CUBIC).add_(1).mul_(wide).mul_(-2 * _GELU_SCALE)
+        return inner.exp_().add_(1).reciprocal_().mul_(wide).to(gate_up.dtype).mul_(up)
+
+
 def _splits_evenly(width: int) -> bool:
     """Whether rows consist of full vectors, however many threads share them."""
     return width % (_UNROLLED * math.lcm(*range(1, torch.get_num_threads() + 1))) == 0
@@ -258,6 +273,7 @@ def _fast_providers() -> list[OpProvider]:
         "add_rms_norm": FastAddRmsNorm,
         "rope": FastRope,
         "silu_mul": FastSiluMul,
+        "gelu_mul": FastGeluMul,
     }
     return [
         OpProvider(
@@ -295,8 +311,9 @@ def _reference_providers() -> list[OpProvider]:
             build=_builder(make),
             priority=Priority.REFERENCE,
             verified=Verified.REFERENCE,
-            # Products of plain BLAS depend on the number of rows; everything else works row by row.
-            batch_invariant=make is not OPS["linear"] and make is not MoeExperts,
+            # Products of plain BLAS depend on the number of rows, and some functions of torch on a
+            # number's place in a vector.
+            batch_invariant=op not in ("linear", "moe_experts", "gelu_mul"),
         )
         for op, make in OPS.items()
     ]

@@ -101,6 +101,15 @@ class SiluMul:
         return functional.silu(gate) * up
 
 
+class GeluMul:
+    """``gelu(gate) * up`` of a fused projection, gelu in its tanh form (Hendrycks, Gimpel 2016)."""
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """[n, 2 * intermediate], gate first -> [n, intermediate]."""
+        gate, up = gate_up.chunk(2, -1)
+        return functional.gelu(gate, approximate="tanh") * up
+
+
 class MoeGate:
     """Choice of experts by softmax over all experts."""
 
@@ -148,6 +157,7 @@ OPS: dict[str, type] = {
     "add_rms_norm": AddRmsNorm,
     "rope": Rope,
     "silu_mul": SiluMul,
+    "gelu_mul": GeluMul,
     "moe_gate": MoeGate,
     "moe_experts": MoeExperts,
 }

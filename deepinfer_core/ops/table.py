@@ -17,6 +17,7 @@ OP_NAMES = (
     "add_rms_norm",
     "rope",
     "silu_mul",
+    "gelu_mul",
     "moe_gate",
     "moe_experts",
 )

@@ -26,9 +26,9 @@ from deepinfer_core.interfaces.checkpoint import Checkpoint
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.interfaces.model import BuildRequest, Model, ModelFamily
 from deepinfer_core.kv.layout import CacheGroupSpec
-from deepinfer_core.models.decoder import DecoderFamily
 from deepinfer_core.ops.table import OpTable, choose
 from deepinfer_core.runner import LocalExecutor
+from deepinfer_core.testing.families import core_family
 
 
 class ModelHarness:
@@ -40,7 +40,7 @@ class ModelHarness:
         page_size: tokens per page.
         num_pages: pages of each group.
         batch_invariant: whether ops and attention must promise it.
-        family: builds the model; None = the core's decoders.
+        family: builds the model; None = one of the core's own.
         poison: fill all pages with NaN first, so that a read of what nobody wrote shows.
     """
 
@@ -56,7 +56,7 @@ class ModelHarness:
         poison: bool = True,
     ) -> None:
         checkpoint = SafetensorsCheckpoint(source) if isinstance(source, Path) else source
-        family = family or DecoderFamily()
+        family = family or core_family(checkpoint.config)
         spec = family.describe(checkpoint.config, page_size=page_size, kv_dtype=dtype)
         check_coverage(checkpoint, spec.weights)
         accelerator = cpu.build(

@@ -183,7 +183,7 @@ def _rope(draw: _Draw, rows: int) -> Iterator[OpCase]:
             )
 
 
-def _silu_mul(draw: _Draw, rows: int) -> Iterator[OpCase]:
+def _gated(draw: _Draw, rows: int) -> Iterator[OpCase]:
     for half, scale in ((19, 1.0), (64, 20.0)):
         x = draw.normal(rows, 2 * half, scale=scale)
         yield OpCase(name=f"{half}", family=Family.ELEMENT, run=(x,))
@@ -223,7 +223,8 @@ CASES: dict[str, Callable[[_Draw, int], Iterator[OpCase]]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rope": _rope,
-    "silu_mul": _silu_mul,
+    "silu_mul": _gated,
+    "gelu_mul": _gated,
     "moe_gate": _moe_gate,
     "moe_experts": _moe_experts,
 }

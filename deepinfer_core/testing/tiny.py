@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deepinfer_core.models.decoder import DecoderFamily
+from deepinfer_core.testing.families import core_family
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -51,7 +51,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, scale: float = 0.4, **confi
     """
     folder.mkdir(parents=True, exist_ok=True)
     full = {**BASE, **config}
-    spec = DecoderFamily().describe(full, page_size=16, kv_dtype="float32")
+    spec = core_family(full).describe(full, page_size=16, kv_dtype="float32")
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for weight in spec.weights:

@@ -118,6 +118,38 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
         | {"norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "gemma3": (
+        "Gemma3",
+        {"head_dim": 14, "sliding_window": 9, "num_hidden_layers": 4, "query_pre_attn_scalar": 11}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma3-scaled-untied": (
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "sliding_window": 5,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "final_logit_softcapping": 15.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {"head_dim": 10, "sliding_window": 7, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"num_hidden_layers": 4},
+    ),
+    "gpt-oss-plain-rope": (
+        "GptOss",
+        {"head_dim": 8, "sliding_window": 12, "num_local_experts": 4, "num_experts_per_tok": 4}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4, "swiglu_limit": 1.5}
+        | _rope("default"),
+    ),
     "qwen3-moe-sparse-step": (
         "Qwen3Moe",
         {"head_dim": 6, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
@@ -159,7 +191,8 @@ def tiny_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 def make_tiny(name: str, path: Path) -> TinyModel:
     transformers = pytest.importorskip("transformers")
     prefix, options = VARIANTS[name]
-    config = getattr(transformers, f"{prefix}Config")(**(SIZES | options))
+    name_of_config = f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
+    config = getattr(transformers, name_of_config)(**(SIZES | options))
     config._attn_implementation = config._experts_implementation = "eager"
     original = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     _randomise(original)

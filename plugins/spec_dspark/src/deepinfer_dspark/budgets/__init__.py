@@ -1,0 +1,1 @@
+"""Policies for how many drafts a step verifies, and what steps cost."""

@@ -1,0 +1,172 @@
+"""Budgets ``threshold``, ``stepwise`` and ``lagged``.
+
+The survival of a draft is the product of its own and all earlier confidences. Drafts are admitted
+in descending survival, which always admits leading drafts of a request, and maximises the expected
+number of accepted tokens for any number admitted.
+
+A draft's confidence is computed from the token *before* it, so that no policy here lets a draft's
+own token decide whether it is admitted: distributions stay exact in both modes of verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
+from deepinfer_dspark.budgets.cost import CostTable
+from deepinfer_dspark.config import LaggedConfig, StepwiseConfig, ThresholdConfig
+
+Float64 = npt.NDArray[np.float64]
+
+
+def survivals(confidences: Sequence[float], num_drafts: int, missing: float) -> list[float]:
+    """Return the survival of each draft; ``missing`` stands in for confidences there are none of."""
+    known = list(confidences[:num_drafts])
+    found, alive = [], 1.0
+    for confidence in known + [missing] * (num_drafts - len(known)):
+        alive *= min(1.0, max(0.0, confidence))
+        found.append(alive)
+    return found
+
+
+def ranked(values: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
+    """Return (request, draft) in descending survival; earlier drafts and requests win ties."""
+    places = [(r, k) for r, row in enumerate(values) for k in range(len(row))]
+    places.sort(key=lambda place: (-values[place[0]][place[1]], place[1], place[0]))
+    return places
+
+
+def shares(places: Sequence[tuple[int, int]], num_requests: int) -> list[int]:
+    """Count admitted drafts by request."""
+    found = [0] * num_requests
+    for request, _ in places:
+        found[request] += 1
+    return found
+
+
+def throughput(values: Sequence[Sequence[float]], others: int, cost: CostTable) -> Float64:
+    """Expected tokens per millisecond if 0, 1, 2, ... drafts are admitted in descending survival.
+
+    Args:
+        values: survivals by request.
+        others: rows of the step that belong to no request with drafts.
+        cost: of steps.
+
+    Returns:
+        [number of drafts + 1].
+    """
+    order = np.sort(np.concatenate([np.zeros(0), *(np.asarray(row) for row in values)]))[::-1]
+    tokens = len(values) + np.concatenate([np.zeros(1), np.cumsum(order)])
+    rows = len(values) + others
+    return np.asarray(tokens / cost.between(rows, rows + len(tokens)), np.float64)
+
+
+def _available(requests: Sequence[BudgetRequest], limit: int) -> int:
+    return max(0, min(limit, sum(request.num_drafts for request in requests)))
+
+
+class Threshold:
+    """Verifies leading drafts as long as each confidence reaches a fixed value."""
+
+    def __init__(self, config: ThresholdConfig, context: BudgetContext) -> None:
+        self._least = config.least
+
+    def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
+        """Return all there are: which of them count is decided by ``split``."""
+        return _available(requests, limit)
+
+    def split(self, requests: Sequence[BudgetRequest], total: int) -> Sequence[int]:
+        """Share out what is confident enough; see ``Budget.split``."""
+        values = []
+        for request in requests:
+            sure = 0
+            while sure < request.num_drafts and _at(request.confidences, sure) >= self._least:
+                sure += 1
+            values.append(survivals(request.confidences, sure, 1.0))
+        return shares(ranked(values)[: max(0, total)], len(requests))
+
+    def observe(self, num_tokens: int, step_ms: float) -> None:
+        """Take no note."""
+
+
+def _at(confidences: Sequence[float], place: int) -> float:
+    return confidences[place] if place < len(confidences) else 1.0
+
+
+class _Priced:
+    """What the two policies that weigh cost share."""
+
+    def __init__(self, context: BudgetContext) -> None:
+        self.cost = CostTable(context.step_ms)
+        self._others = 0
+
+    def observe(self, num_tokens: int, step_ms: float) -> None:
+        """Correct the cost table."""
+        self.cost.observe(num_tokens, step_ms)
+
+
+class Stepwise(_Priced):
+    """Admits drafts one by one and stops at the first that does not raise throughput.
+
+    This is Algorithm 1 of the DSpark paper. It uses the newest confidences only, and loses where
+    cost has steps: a draft that fills a step up may be worth it although the next one is not.
+    """
+
+    def __init__(self, config: StepwiseConfig, context: BudgetContext) -> None:
+        super().__init__(context)
+
+    def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
+        """Return all there are: ``split`` stops where it must."""
+        self._others = num_other_tokens
+        return _available(requests, limit)
+
+    def split(self, requests: Sequence[BudgetRequest], total: int) -> Sequence[int]:
+        """Admit while it pays; see ``Budget.split``."""
+        values = [survivals(r.confidences, r.num_drafts, 1.0) for r in requests]
+        gains = throughput(values, self._others, self.cost)
+        worse = np.nonzero(np.diff(gains) <= 0)[0]
+        best = int(worse[0]) if len(worse) else len(gains) - 1
+        return shares(ranked(values)[: max(0, min(total, best))], len(requests))
+
+
+class Lagged(_Priced):
+    """Chooses the best total of all from confidences two rounds old, and who from the newest.
+
+    The total cannot know a draft's token, and neither can the order, so that the true optimum may
+    be searched for, beyond dips of throughput.
+    """
+
+    def __init__(self, config: LaggedConfig, context: BudgetContext) -> None:
+        super().__init__(context)
+        self._margin = config.margin
+
+    def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
+        """Return the number of drafts with the highest throughput; the least among equals."""
+        available = _available(requests, limit)
+        values = [survivals(r.lagged, r.num_drafts, 1.0) for r in requests]
+        gains = throughput(values, num_other_tokens, self.cost)[: available + 1]
+        best = int(np.argmax(gains))
+        return best if gains[best] >= gains[0] * (1 + self._margin) else 0
+
+    def split(self, requests: Sequence[BudgetRequest], total: int) -> Sequence[int]:
+        """Give the total to the likeliest drafts; see ``Budget.split``."""
+        values = [survivals(r.confidences, r.num_drafts, 1.0) for r in requests]
+        return shares(ranked(values)[: max(0, total)], len(requests))
+
+
+def threshold(config: ThresholdConfig, context: BudgetContext) -> Threshold:
+    """Make the budget."""
+    return Threshold(config, context)
+
+
+def stepwise(config: StepwiseConfig, context: BudgetContext) -> Stepwise:
+    """Make the budget."""
+    return Stepwise(config, context)
+
+
+def lagged(config: LaggedConfig, context: BudgetContext) -> Lagged:
+    """Make the budget."""
+    return Lagged(config, context)

@@ -1,0 +1,90 @@
+"""Options of the plugin's components; light, so that a configuration is checked without torch."""
+
+from __future__ import annotations
+
+from attrs import field, frozen, validators
+
+_NOT_NEGATIVE = validators.ge(0)
+_SHARE = validators.and_(validators.ge(0.0), validators.le(1.0))
+_POSITIVE = validators.gt(0.0)
+
+
+@frozen(kw_only=True)
+class DsparkConfig:
+    """Options of drafter ``dspark``.
+
+    Attributes:
+        checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin
+            for this target.
+        block_size: most drafts of a pass; 0 = what the draft model was trained for.
+        stored_tokens: context positions kept for sequences that ended or were preempted, so that
+            the same prompt need not be computed again to be drafted for; 0 = none.
+    """
+
+    checkpoint: str = ""
+    block_size: int = field(default=0, validator=_NOT_NEGATIVE)
+    stored_tokens: int = field(default=16384, validator=_NOT_NEGATIVE)
+
+
+@frozen(kw_only=True)
+class Mtp1Config:
+    """Options of drafter ``mtp1``: one draft a round, from a draft model like ``dspark``'s.
+
+    Attributes:
+        checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin.
+        stored_tokens: as in ``DsparkConfig``.
+    """
+
+    checkpoint: str = ""
+    stored_tokens: int = field(default=16384, validator=_NOT_NEGATIVE)
+
+
+@frozen(kw_only=True)
+class NgramConfig:
+    """Options of drafter ``ngram``: what followed the last tokens where they stood before.
+
+    Attributes:
+        longest: tokens matched at first.
+        shortest: tokens matched at least.
+        max_drafts: most drafts of a proposal; 0 = as many as the engine allows.
+        confidence: probability of acceptance that is reported for a match of ``shortest`` tokens;
+            each further token halves the doubt.
+    """
+
+    longest: int = field(default=4, validator=validators.ge(1))
+    shortest: int = field(default=2, validator=validators.ge(1))
+    max_drafts: int = field(default=0, validator=_NOT_NEGATIVE)
+    confidence: float = field(default=0.5, validator=_SHARE)
+
+    @shortest.validator
+    def _check_order(self, attribute: object, value: int) -> None:
+        if value > self.longest:
+            raise ValueError(f"'shortest' ({value}) exceeds 'longest' ({self.longest})")
+
+
+@frozen(kw_only=True)
+class ThresholdConfig:
+    """Options of budget ``threshold``.
+
+    Attributes:
+        least: leading drafts are verified as long as each one's confidence reaches this.
+    """
+
+    least: float = field(default=0.5, validator=_SHARE)
+
+
+@frozen(kw_only=True)
+class StepwiseConfig:
+    """Options of budget ``stepwise``: admit while the next draft raises tokens per second."""
+
+
+@frozen(kw_only=True)
+class LaggedConfig:
+    """Options of budget ``lagged``.
+
+    Attributes:
+        margin: a total must promise this share more tokens per second than no drafts at all;
+            otherwise none is verified.
+    """
+
+    margin: float = field(default=0.0, validator=_SHARE)

@@ -1,0 +1,207 @@
+"""Drafters ``dspark`` and ``mtp1``: a small network that reads the target's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftRequest
+from deepinfer_core.requests import SamplingParams
+from deepinfer_core.sampling import (
+    Candidates,
+    Purpose,
+    candidates,
+    draw_coupled,
+    stream_key,
+)
+from deepinfer_dspark.context import ContextCache, feature_rows
+from deepinfer_dspark.runner import DraftRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@define
+class _Growing:
+    """A draft in the making.
+
+    Attributes:
+        request: whose.
+        limit: most drafts.
+        tokens: drafted so far.
+        confidences: theirs.
+        distributions: theirs, where they are wanted.
+    """
+
+    request: DraftRequest
+    limit: int
+    tokens: list[int] = field(factory=list)
+    confidences: list[float] = field(factory=list)
+    distributions: list[Tensor] = field(factory=list)
+
+    def finished(self) -> Draft:
+        """Return the draft."""
+        return Draft(
+            token_ids=self.tokens,
+            confidences=self.confidences,
+            distributions=torch.stack(self.distributions) if self.distributions else None,
+        )
+
+
+class DsparkDrafter:
+    """Drafts blocks semi-autoregressively; see ``deepinfer_core.interfaces.drafter.Drafter``.
+
+    Args:
+        runner: the network.
+        embed: the target's embedding, [n] int64 -> [n, hidden_size].
+        draft_vocab_ids: [draft_vocab_size], int64.
+        vocab_size: of the target.
+        temperatures: of the confidence head, one for each draft of a block.
+        replay_tokens: positions wanted again after a prefix was found in the cache.
+        independent: draw drafts with noise of their own and report distributions, as
+            ``rejection`` needs it, instead of with the target's noise.
+    """
+
+    def __init__(
+        self,
+        runner: DraftRunner,
+        *,
+        embed: Any,
+        draft_vocab_ids: Tensor,
+        vocab_size: int,
+        temperatures: Sequence[float],
+        replay_tokens: int,
+        independent: bool = False,
+    ) -> None:
+        shape = runner.network.shape
+        self.taps = shape.taps
+        self.replay_tokens = min(replay_tokens, runner.window or replay_tokens)
+        self._runner, self._embed = runner, embed
+        self._ids, self._vocab_size = draft_vocab_ids, vocab_size
+        self._id_list: list[int] = draft_vocab_ids.tolist()
+        self._temperatures = tuple(temperatures)
+        self._independent = independent
+        self._contexts: dict[int, ContextCache] = {}
+
+    # ------------------------------------------------------------------ context
+
+    def observe(self, rows: CommittedRows, taps: Mapping[str, Tensor]) -> None:
+        """Turn the target's layer outputs into keys and values."""
+        positions = rows.positions.astype("int64")
+        spans = self._spans(rows)
+        wanted = None
+        if sum(stop - start for _, start, stop in spans) < len(positions):
+            wanted = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
+            positions = positions[wanted.numpy()]
+        features = feature_rows([taps[name] for name in self.taps], wanted)
+        found = self._runner.context(features, positions)
+        offset = 0
+        for sequence_id, start, stop in spans:
+            part = slice(offset, offset + stop - start)
+            cache = self._contexts.get(sequence_id)
+            if cache is None:
+                cache = self._contexts[sequence_id] = ContextCache(self._runner.window)
+            cache.append(positions[part], [(k[part], v[part]) for k, v in found])
+            offset += stop - start
+
+    def _spans(self, rows: CommittedRows) -> list[tuple[int, int, int]]:
+        """(sequence, first row, stop): rows that later drafts can see."""
+        window, starts = self._runner.window, rows.query_starts.tolist()
+        found = []
+        for sequence_id, start, stop in zip(rows.sequence_ids, starts, starts[1:], strict=False):
+            found.append((sequence_id, max(start, stop - window) if window else start, stop))
+        return found
+
+    def commit(self, sequence_id: int, num_tokens: int) -> None:
+        """Forget what lies beyond."""
+        cache = self._contexts.get(sequence_id)
+        if cache is not None:
+            cache.cut(num_tokens)
+
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Copy the parent's context."""
+        cache = self._contexts.get(parent_id)
+        if cache is not None:
+            self._contexts[child_id] = cache.copy()
+
+    def release(self, sequence_id: int) -> None:
+        """Forget the sequence."""
+        self._contexts.pop(sequence_id, None)
+
+    # ------------------------------------------------------------------ drafting
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
+        """Draft one block for each request; see ``Drafter.propose``."""
+        block = self._runner.block_size
+        growing = [_Growing(request, min(request.limit, block)) for request in requests]
+        active = [draft for draft in growing if draft.limit > 0]
+        if active:
+            self._draft(active)
+        return [draft.finished() for draft in growing]
+
+    def _draft(self, active: list[_Growing]) -> None:
+        anchors = torch.tensor([draft.request.token_ids[-1] for draft in active])
+        positions = [len(draft.request.token_ids) - 1 for draft in active]
+        caches = [
+            self._contexts.get(draft.request.sequence_id) or ContextCache() for draft in active
+        ]
+        for cache, position in zip(caches, positions, strict=True):
+            cache.cut(position)
+        hidden = self._runner.hidden(self._embed(anchors).float(), positions, caches)
+        base = self._runner.base_logits(hidden, max(draft.limit for draft in active))
+        self._sequential(active, anchors, hidden, base)
+
+    def _sequential(
+        self, active: list[_Growing], previous: Tensor, hidden: Tensor, base: Tensor
+    ) -> None:
+        """The left-to-right part: each draft depends on the one before."""
+        network = self._runner.network
+        markov = network.markov_head
+        state = markov.start(hidden[:, 0])
+        for row in range(base.shape[1]):
+            embedded = markov.embed(previous)
+            out, state = markov.step(hidden[:, row], embedded, state)
+            logits = base[:, row] + markov.markov_w2(out)
+            confidences = self._confidences(row, hidden[:, row], embedded, logits)
+            likeliest = self._ids[logits.argmax(-1)].tolist()
+            for index, draft in enumerate(active):
+                if row >= draft.limit:
+                    continue
+                params = draft.request.params or GREEDY
+                token = likeliest[index]
+                if draft.request.temperature > 0.0:
+                    token = self._draw(draft, params, row, logits[index])
+                draft.tokens.append(token)
+                draft.confidences.append(confidences[index])
+                likeliest[index] = token
+            previous = torch.tensor(likeliest)
+
+    def _confidences(
+        self, row: int, hidden: Tensor, embedded: Tensor, logits: Tensor
+    ) -> list[float]:
+        """Probability of acceptance, from the token before: never from the draft itself."""
+        head = self._runner.network.confidence_head
+        if head is None:
+            found: list[float] = logits.softmax(-1).amax(-1).tolist()
+            return found
+        temperature = self._temperatures[row] if row < len(self._temperatures) else 1.0
+        confident: list[float] = (head(hidden, embedded) / temperature).sigmoid().tolist()
+        return confident
+
+    def _draw(self, draft: _Growing, params: SamplingParams, row: int, logits: Tensor) -> int:
+        """Draw a draft from its filtered distribution; at T = 0 that is the likeliest token."""
+        request = draft.request
+        kept = candidates(logits, params)
+        position = len(request.token_ids) + row
+        purpose = Purpose.DRAFT if self._independent else Purpose.FRESH
+        named = Candidates(token_ids=self._ids[kept.token_ids], x=kept.x)
+        if self._independent:
+            masses = kept.masses().double()
+            whole = torch.zeros(self._vocab_size)
+            whole[named.token_ids] = (masses / masses.sum()).float()
+            draft.distributions.append(whole)
+        return draw_coupled(named, stream_key(request.seed, position, purpose))

@@ -1,0 +1,159 @@
+"""What a draft model's config.json says; read without torch's weights, every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from deepinfer_core.errors import CheckpointError
+from deepinfer_core.models.config import ARCHITECTURES, DecoderConfig, read_config
+
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+"""Kinds of sequential heads."""
+
+_FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+
+
+@frozen(kw_only=True)
+class DraftShape:
+    """Sizes and kinds of a draft model.
+
+    Attributes:
+        decoder: the draft layers, in the terms of the target's family.
+        block_size: rows of a draft pass, which is the most drafts it makes.
+        mask_token_id: the token that stands in rows after the anchor.
+        target_layer_ids: target layers whose output is read, ascending; -1 is the embedding.
+        markov_rank: width of the sequential head.
+        markov_head_type: one of ``MARKOV_HEADS``.
+        confidence_head: whether there is one.
+        confidence_with_markov: whether it sees the previous token's Markov embedding too.
+        draft_vocab_size: tokens that can be drafted; the target's vocabulary size if all.
+        windows: per draft layer, positions visible including the row's own; 0 = all.
+    """
+
+    decoder: DecoderConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    markov_rank: int
+    markov_head_type: str
+    confidence_head: bool
+    confidence_with_markov: bool
+    draft_vocab_size: int
+    windows: tuple[int, ...]
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The target's layer outputs, as ``Drafter.taps`` names them."""
+        return tuple(tap_name(layer) for layer in self.target_layer_ids)
+
+
+def tap_name(layer: int) -> str:
+    """Return the name of a target layer's output; -1 is the embedding."""
+    return "embedding" if layer == -1 else f"layer.{layer}"
+
+
+def read_shape(config: Mapping[str, Any], where: str) -> DraftShape:
+    """Read a draft model's configuration.
+
+    Args:
+        config: content of config.json, in the public or the compact form.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: naming every field that is missing or wrong.
+    """
+    problems: list[str] = []
+    decoder = _decoder(config, problems)
+
+    def whole(key: str, least: int) -> int:
+        value = config.get(key)
+        if type(value) is not int or value < least:
+            problems.append(f"{key}: expected a whole number of at least {least}, got {value!r}")
+            return least
+        return value
+
+    def flag(key: str) -> bool:
+        value = config.get(key, False)
+        if not isinstance(value, bool):
+            problems.append(f"{key}: expected true or false, got {value!r}")
+        return value is True
+
+    block, rank = whole("block_size", 1), whole("markov_rank", 1)
+    mask = whole("mask_token_id", 0)
+    layers = _layers(config, problems)
+    kind = config.get("markov_head_type")
+    if kind not in MARKOV_HEADS:
+        problems.append(f"markov_head_type: {kind!r} is not one of {', '.join(MARKOV_HEADS)}")
+    confidence, with_markov = flag("enable_confidence_head"), flag("confidence_head_with_markov")
+    drafted = whole("draft_vocab_size", 1) if "draft_vocab_size" in config else None
+    windows = _windows(config, decoder, problems)
+    if problems or decoder is None:
+        raise CheckpointError(f"{where}: this draft model's configuration cannot be used", problems)
+    if mask >= decoder.vocab_size:
+        problems.append(f"mask_token_id {mask} is not in the vocabulary of {decoder.vocab_size}")
+    if drafted is not None and drafted > decoder.vocab_size:
+        problems.append(f"draft_vocab_size {drafted} exceeds vocab_size {decoder.vocab_size}")
+    if problems:
+        raise CheckpointError(f"{where}: this draft model's configuration cannot be used", problems)
+    return DraftShape(
+        decoder=decoder,
+        block_size=block,
+        mask_token_id=mask,
+        target_layer_ids=layers,
+        markov_rank=rank,
+        markov_head_type=str(kind),
+        confidence_head=confidence,
+        confidence_with_markov=with_markov,
+        draft_vocab_size=drafted or decoder.vocab_size,
+        windows=windows,
+    )
+
+
+def _windows(
+    config: Mapping[str, Any], decoder: DecoderConfig | None, problems: list[str]
+) -> tuple[int, ...]:
+    """Draft layers may have windows in families whose own layers have none."""
+    types, size = config.get("layer_types"), config.get("sliding_window")
+    if decoder is None or not isinstance(types, list) or len(types) != decoder.num_layers:
+        return decoder.windows if decoder is not None else ()
+    sliding = [kind == "sliding_attention" for kind in types]
+    if any(sliding) and (type(size) is not int or size < 1):
+        problems.append(f"sliding_window: expected a positive whole number, got {size!r}")
+        return decoder.windows
+    return tuple(size if slides and size else 0 for slides in sliding)
+
+
+def _layers(config: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:
+    found = config.get("target_layer_ids")
+    valid = isinstance(found, list | tuple) and len(found) > 0
+    if not valid or not all(type(layer) is int and layer >= -1 for layer in found or ()):
+        problems.append(f"target_layer_ids: expected a list of layer numbers, got {found!r}")
+        return (0,)
+    layers = tuple(found or ())
+    if list(layers) != sorted(set(layers)):
+        problems.append(f"target_layer_ids: expected ascending numbers, got {list(layers)}")
+    return layers
+
+
+def _decoder(config: Mapping[str, Any], problems: list[str]) -> DecoderConfig | None:
+    """The family is named by ``model_type``; ``architectures`` names the drafter's own class."""
+    named = (config.get("architectures") or ["?"])[0]
+    family = named if named in ARCHITECTURES else _FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        known = ", ".join(sorted(_FAMILIES))
+        problems.append(f"model_type: {config.get('model_type')!r} is not one of {known}")
+        return None
+    try:
+        return read_config({**config, "architectures": [family]})
+    except CheckpointError as error:
+        problems += error.problems or [str(error)]
+        return None

@@ -17,13 +17,13 @@ class DsparkConfig:
         checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin
             for this target.
         block_size: most drafts of a pass; 0 = what the draft model was trained for.
-        stored_tokens: context positions kept for sequences that ended or were preempted, so that
-            the same prompt need not be computed again to be drafted for; 0 = none.
+        replay_tokens: positions that are computed again after a prefix was found in the cache, so
+            that drafts have something to go by; 0 = none.
     """
 
     checkpoint: str = ""
     block_size: int = field(default=0, validator=_NOT_NEGATIVE)
-    stored_tokens: int = field(default=16384, validator=_NOT_NEGATIVE)
+    replay_tokens: int = field(default=64, validator=_NOT_NEGATIVE)
 
 
 @frozen(kw_only=True)
@@ -32,11 +32,11 @@ class Mtp1Config:
 
     Attributes:
         checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin.
-        stored_tokens: as in ``DsparkConfig``.
+        replay_tokens: as in ``DsparkConfig``.
     """
 
     checkpoint: str = ""
-    stored_tokens: int = field(default=16384, validator=_NOT_NEGATIVE)
+    replay_tokens: int = field(default=64, validator=_NOT_NEGATIVE)
 
 
 @frozen(kw_only=True)

@@ -17,7 +17,9 @@ KEPT = 64
 SIZES_LEAST = 3
 """Measurements of a size before it counts."""
 RECENT = 9
-"""Residuals of which the middle one is the constant part."""
+"""Residuals of which the middle one is the constant part, and draft passes likewise."""
+MOST_MS = 1e7
+"""Longer steps are no measurements."""
 
 
 class CostTable:
@@ -25,7 +27,8 @@ class CostTable:
 
     ``ms(n) = base(n) + slope * n + constant``: the base was profiled; ``slope`` grows with context
     lengths and is the median over sizes of the median excess per row; ``constant`` is the median
-    of what is left in the last steps. Without a base it is built from measurements alone.
+    of what is left in the last steps. Without a base it is built from measurements alone. The draft
+    pass before a step is kept apart.
 
     Args:
         base: profiled ``rows -> ms`` for some sizes (sizes between cost what the next one does), a
@@ -39,8 +42,14 @@ class CostTable:
         self._learns = base is None or (not callable(base) and not base)
         self._excess: dict[int, deque[float]] = {}
         self._residuals: deque[float] = deque(maxlen=RECENT)
+        self._drafting: deque[float] = deque(maxlen=RECENT)
         self._slope = 0.0
         self._cached: Float64 = np.zeros(0)
+
+    @property
+    def draft_ms(self) -> float:
+        """Cost of a draft pass: the median of the last ones, 0 before the first."""
+        return median(self._drafting) if self._drafting else 0.0
 
     def ms(self, num_rows: int) -> float:
         """Cost of a step."""
@@ -54,9 +63,17 @@ class CostTable:
             self._cached = np.array([self._corrected(n) for n in range(size)])
         return self._cached[start:stop]
 
-    def observe(self, num_rows: int, step_ms: float) -> None:
-        """Take a measurement into account; sizes below 1 and times that are no times are ignored."""
-        if num_rows < 1 or not 0.0 < step_ms < 1e7:
+    def observe(self, num_rows: int, step_ms: float, draft_ms: float = 0.0) -> None:
+        """Take a measurement into account; sizes below 1 and times that are no times are ignored.
+
+        Args:
+            num_rows: of the step.
+            step_ms: of the step.
+            draft_ms: of the draft pass before it, 0 without one.
+        """
+        if 0.0 < draft_ms < MOST_MS:
+            self._drafting.append(draft_ms)
+        if num_rows < 1 or not 0.0 < step_ms < MOST_MS:
             return
         kept = self._excess.setdefault(num_rows, deque(maxlen=KEPT))
         if self._learns:

@@ -47,13 +47,16 @@ def shares(places: Sequence[tuple[int, int]], num_requests: int) -> list[int]:
     return found
 
 
-def throughput(values: Sequence[Sequence[float]], others: int, cost: CostTable) -> Float64:
+def throughput(
+    values: Sequence[Sequence[float]], others: int, cost: CostTable, extra_ms: float = 0.0
+) -> Float64:
     """Expected tokens per millisecond if 0, 1, 2, ... drafts are admitted in descending survival.
 
     Args:
         values: survivals by request.
         others: rows of the step that belong to no request with drafts.
         cost: of steps.
+        extra_ms: cost of the round besides the step, unless no draft is admitted.
 
     Returns:
         [number of drafts + 1].
@@ -61,7 +64,9 @@ def throughput(values: Sequence[Sequence[float]], others: int, cost: CostTable) 
     order = np.sort(np.concatenate([np.zeros(0), *(np.asarray(row) for row in values)]))[::-1]
     tokens = len(values) + np.concatenate([np.zeros(1), np.cumsum(order)])
     rows = len(values) + others
-    return np.asarray(tokens / cost.between(rows, rows + len(tokens)), np.float64)
+    costs = cost.between(rows, rows + len(tokens)) + extra_ms
+    costs[0] -= extra_ms
+    return np.asarray(tokens / costs, np.float64)
 
 
 def _available(requests: Sequence[BudgetRequest], limit: int) -> int:
@@ -88,7 +93,7 @@ class Threshold:
             values.append(survivals(request.confidences, sure, 1.0))
         return shares(ranked(values)[: max(0, total)], len(requests))
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
+    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
         """Take no note."""
 
 
@@ -103,9 +108,9 @@ class _Priced:
         self.cost = CostTable(context.step_ms)
         self._others = 0
 
-    def observe(self, num_tokens: int, step_ms: float) -> None:
+    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
         """Correct the cost table."""
-        self.cost.observe(num_tokens, step_ms)
+        self.cost.observe(num_tokens, step_ms, draft_ms)
 
 
 class Stepwise(_Priced):
@@ -136,7 +141,8 @@ class Lagged(_Priced):
     """Chooses the best total of all from confidences two rounds old, and who from the newest.
 
     The total cannot know a draft's token, and neither can the order, so that the true optimum may
-    be searched for, beyond dips of throughput.
+    be searched for, beyond dips of throughput. No drafts at all saves the draft pass too, and is
+    chosen where that is worth more: after some such rounds the engine stops drafting.
     """
 
     def __init__(self, config: LaggedConfig, context: BudgetContext) -> None:
@@ -147,7 +153,8 @@ class Lagged(_Priced):
         """Return the number of drafts with the highest throughput; the least among equals."""
         available = _available(requests, limit)
         values = [survivals(r.lagged, r.num_drafts, 1.0) for r in requests]
-        gains = throughput(values, num_other_tokens, self.cost)[: available + 1]
+        gains = throughput(values, num_other_tokens, self.cost, self.cost.draft_ms)
+        gains = gains[: available + 1]
         best = int(np.argmax(gains))
         return best if gains[best] >= gains[0] * (1 + self._margin) else 0
 

@@ -251,7 +251,7 @@ class Trainer:
             "cpu_s": round(self.cpu_s, 1),
             "answers": len(self._answers),
             "anchors": self.tokens,
-            "loss": round(float(sum(s.loss for s in scores) / len(scores)), 4),
+            "loss": round(float(sum(s.loss.detach() for s in scores) / len(scores)), 4),
             **figures,
         }
         with (self._folder / "log.jsonl").open("a") as log:

@@ -1,0 +1,69 @@
+"""Training and drafting compute the same thing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_dspark.context import ContextCache
+from deepinfer_dspark.network import DraftNetwork
+from deepinfer_dspark.runner import DraftRunner
+from deepinfer_dspark.training.blocks import Shared, run_blocks
+from deepinfer_dspark.training.data import Text
+
+
+def parts(checkpoint, seed=1, length=40):
+    network = DraftNetwork(checkpoint.shape)
+    network.load_state_dict(checkpoint.network_state())
+    shared = Shared.of(
+        checkpoint.tensors["embed_tokens.weight"],
+        checkpoint.tensors["lm_head.weight"],
+        checkpoint.draft_vocab_ids,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    hidden = checkpoint.shape.decoder.hidden_size
+    text = Text(
+        token_ids=torch.randint(0, 64, (length,), generator=generator),
+        start=3,
+        features=torch.randn(length, 3 * hidden, generator=generator),
+        hidden=torch.randn(length, hidden, generator=generator),
+        log_norm=torch.full((length,), 5.0),
+    )
+    return network, shared, text
+
+
+WINDOWED = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 9}
+
+
+@pytest.mark.parametrize("changes", [{}, WINDOWED, {"markov_head_type": "rnn"}])
+def test_drafting_sees_what_training_saw(make_checkpoint, changes) -> None:
+    network, shared, text = parts(make_checkpoint(**changes))
+    anchors = torch.tensor([1, 5, 17, 33])
+    expected = run_blocks(network, shared, text, anchors).hidden
+    mask = shared.embedding[network.shape.mask_token_id]
+    runner = DraftRunner(network, shared.head, mask, network.shape.block_size)
+    caches = []
+    for anchor in anchors.tolist():
+        cache = ContextCache(runner.window)
+        for position in range(anchor):  # one at a time, with rejected drafts in between
+            positions = np.arange(position, min(position + 3, anchor))
+            cache.append(positions, runner.context(text.features[positions].float(), positions))
+        caches.append(cache)
+    found = runner.hidden(shared.embedding[text.token_ids[anchors]], anchors.tolist(), caches)
+    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_old_context_is_dropped_and_nothing_changes(make_checkpoint) -> None:
+    network, shared, text = parts(make_checkpoint(**WINDOWED), length=500)
+    mask = shared.embedding[network.shape.mask_token_id]
+    runner = DraftRunner(network, shared.head, mask, network.shape.block_size)
+    cache = ContextCache(runner.window)
+    for position in range(490):
+        positions = np.array([position])
+        cache.append(positions, runner.context(text.features[positions].float(), positions))
+    assert cache.length < 300
+    anchor = torch.tensor([490])
+    expected = run_blocks(network, shared, text, anchor).hidden
+    found = runner.hidden(shared.embedding[text.token_ids[anchor]], [490], [cache])
+    torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from deepinfer_core.interfaces.drafter import Drafter, DrafterContext
 from deepinfer_core.testing.contracts import BudgetContract, CommandContract, DrafterContract
 from deepinfer_dspark.config import DsparkConfig, LaggedConfig, Mtp1Config, NgramConfig
 from deepinfer_dspark.loading import build_dspark, build_mtp1
@@ -11,17 +14,17 @@ from deepinfer_dspark.loading import build_dspark, build_mtp1
 
 class _Network(DrafterContract):
     @pytest.fixture(autouse=True)
-    def _folder(self, public_folder) -> None:
+    def _folder(self, public_folder: Path) -> None:
         self.folder = str(public_folder)
 
 
 class TestDspark(_Network):
-    def make(self, context):
+    def make(self, context: DrafterContext) -> Drafter:
         return build_dspark(DsparkConfig(checkpoint=self.folder), context)
 
 
 class TestMtp1(_Network):
-    def make(self, context):
+    def make(self, context: DrafterContext) -> Drafter:
         return build_mtp1(Mtp1Config(checkpoint=self.folder), context)
 
 
@@ -49,4 +52,12 @@ class TestCautiousLagged(BudgetContract):
 
 class TestCommand(CommandContract):
     component = "dspark"
-    failing_args = ("train", "--answers", "missing.jsonl", "--out", "nowhere", "--model", "/missing")
+    failing_args = (
+        "train",
+        "--answers",
+        "missing.jsonl",
+        "--out",
+        "nowhere",
+        "--model",
+        "/missing",
+    )

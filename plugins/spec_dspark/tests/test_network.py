@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from deepinfer_dspark.checkpoint import DraftCheckpoint
 from deepinfer_dspark.context import ContextCache
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.runner import DraftRunner
 from deepinfer_dspark.training.blocks import Shared, run_blocks
 from deepinfer_dspark.training.data import Text
 
+Maker = Callable[..., DraftCheckpoint]
 
-def parts(checkpoint, seed=1, length=40):
+
+def parts(
+    checkpoint: DraftCheckpoint, seed: int = 1, length: int = 40
+) -> tuple[DraftNetwork, Shared, Text]:
     network = DraftNetwork(checkpoint.shape)
     network.load_state_dict(checkpoint.network_state())
     shared = Shared.of(
@@ -37,7 +45,7 @@ WINDOWED = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_
 
 
 @pytest.mark.parametrize("changes", [{}, WINDOWED, {"markov_head_type": "rnn"}])
-def test_drafting_sees_what_training_saw(make_checkpoint, changes) -> None:
+def test_drafting_sees_what_training_saw(make_checkpoint: Maker, changes: dict[str, Any]) -> None:
     network, shared, text = parts(make_checkpoint(**changes))
     anchors = torch.tensor([1, 5, 17, 33])
     expected = run_blocks(network, shared, text, anchors).hidden
@@ -54,7 +62,7 @@ def test_drafting_sees_what_training_saw(make_checkpoint, changes) -> None:
     torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
 
 
-def test_old_context_is_dropped_and_nothing_changes(make_checkpoint) -> None:
+def test_old_context_is_dropped_and_nothing_changes(make_checkpoint: Maker) -> None:
     network, shared, text = parts(make_checkpoint(**WINDOWED), length=500)
     mask = shared.embedding[network.shape.mask_token_id]
     runner = DraftRunner(network, shared.head, mask, network.shape.block_size)

@@ -6,7 +6,9 @@ from attrs import field, frozen, validators
 
 _NOT_NEGATIVE = validators.ge(0)
 _SHARE = validators.and_(validators.ge(0.0), validators.le(1.0))
-_POSITIVE = validators.gt(0.0)
+
+COSTS = "~/.cache/deepinfer/step-costs"
+"""Where measured step times are kept unless something else is said."""
 
 
 @frozen(kw_only=True)
@@ -19,11 +21,14 @@ class DsparkConfig:
         block_size: most drafts of a pass; 0 = what the draft model was trained for.
         replay_tokens: positions that are computed again after a prefix was found in the cache, so
             that drafts have something to go by; 0 = none.
+        calibrate_every: judged blocks after which confidences are calibrated again by what became
+            of the last thousand; 0 = never.
     """
 
     checkpoint: str = ""
     block_size: int = field(default=0, validator=_NOT_NEGATIVE)
     replay_tokens: int = field(default=64, validator=_NOT_NEGATIVE)
+    calibrate_every: int = field(default=256, validator=_NOT_NEGATIVE)
 
 
 @frozen(kw_only=True)
@@ -75,7 +80,13 @@ class ThresholdConfig:
 
 @frozen(kw_only=True)
 class StepwiseConfig:
-    """Options of budget ``stepwise``: admit while the next draft raises tokens per second."""
+    """Options of budget ``stepwise``: admit while the next draft raises tokens per second.
+
+    Attributes:
+        cost_folder: where measured step times are kept between runs; "" = nowhere.
+    """
+
+    cost_folder: str = COSTS
 
 
 @frozen(kw_only=True)
@@ -85,6 +96,8 @@ class LaggedConfig:
     Attributes:
         margin: a total must promise this share more tokens per second than no drafts at all;
             otherwise none is verified.
+        cost_folder: where measured step times are kept between runs; "" = nowhere.
     """
 
     margin: float = field(default=0.0, validator=_SHARE)
+    cost_folder: str = COSTS

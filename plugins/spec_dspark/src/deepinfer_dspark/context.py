@@ -84,7 +84,9 @@ class ContextCache:
         size = max(size, 2 * have, _FIRST)
         self._positions = np.resize(self._positions, size)
         old = self._layers or [(k[:0], v[:0]) for k, v in like]
-        self._layers = [(_grown(k, size, self.length), _grown(v, size, self.length)) for k, v in old]
+        self._layers = [
+            (_grown(k, size, self.length), _grown(v, size, self.length)) for k, v in old
+        ]
 
     def _drop(self) -> None:
         """Once half of the rows are out of sight for good, move the others to the front."""

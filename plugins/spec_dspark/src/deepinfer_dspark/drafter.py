@@ -18,6 +18,7 @@ from deepinfer_core.sampling import (
     draw_coupled,
     stream_key,
 )
+from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.context import ContextCache, feature_rows
 from deepinfer_dspark.runner import DraftRunner
 
@@ -32,6 +33,7 @@ class _Growing:
         request: whose.
         limit: most drafts.
         tokens: drafted so far.
+        logits: of the confidence head, if there is one.
         confidences: theirs.
         distributions: theirs, where they are wanted.
     """
@@ -39,6 +41,7 @@ class _Growing:
     request: DraftRequest
     limit: int
     tokens: list[int] = field(factory=list)
+    logits: list[float] = field(factory=list)
     confidences: list[float] = field(factory=list)
     distributions: list[Tensor] = field(factory=list)
 
@@ -59,7 +62,7 @@ class DsparkDrafter:
         embed: the target's embedding, [n] int64 -> [n, hidden_size].
         draft_vocab_ids: [draft_vocab_size], int64.
         vocab_size: of the target.
-        temperatures: of the confidence head, one for each draft of a block.
+        calibration: temperatures of the confidence head.
         replay_tokens: positions wanted again after a prefix was found in the cache.
         independent: draw drafts with noise of their own and report distributions, as
             ``rejection`` needs it, instead of with the target's noise.
@@ -72,7 +75,7 @@ class DsparkDrafter:
         embed: Any,
         draft_vocab_ids: Tensor,
         vocab_size: int,
-        temperatures: Sequence[float],
+        calibration: OnlineCalibration,
         replay_tokens: int,
         independent: bool = False,
     ) -> None:
@@ -81,10 +84,10 @@ class DsparkDrafter:
         self.replay_tokens = min(replay_tokens, runner.window or replay_tokens)
         self._runner, self._embed = runner, embed
         self._ids, self._vocab_size = draft_vocab_ids, vocab_size
-        self._id_list: list[int] = draft_vocab_ids.tolist()
-        self._temperatures = tuple(temperatures)
+        self._calibration = calibration
         self._independent = independent
         self._contexts: dict[int, ContextCache] = {}
+        self._drafted: dict[int, list[float]] = {}
 
     # ------------------------------------------------------------------ context
 
@@ -121,6 +124,10 @@ class DsparkDrafter:
         if cache is not None:
             cache.cut(num_tokens)
 
+    def adopt(self, sequence_id: int, cache: ContextCache) -> None:
+        """Take a context that was computed elsewhere."""
+        self._contexts[sequence_id] = cache
+
     def fork(self, parent_id: int, child_id: int) -> None:
         """Copy the parent's context."""
         cache = self._contexts.get(parent_id)
@@ -130,6 +137,7 @@ class DsparkDrafter:
     def release(self, sequence_id: int) -> None:
         """Forget the sequence."""
         self._contexts.pop(sequence_id, None)
+        self._drafted.pop(sequence_id, None)
 
     # ------------------------------------------------------------------ drafting
 
@@ -141,6 +149,7 @@ class DsparkDrafter:
         active = [draft for draft in growing if draft.limit > 0]
         if active:
             self._draft(active)
+        self._drafted = {draft.request.sequence_id: draft.logits for draft in active}
         return [draft.finished() for draft in growing]
 
     def _draft(self, active: list[_Growing]) -> None:
@@ -166,7 +175,7 @@ class DsparkDrafter:
             embedded = markov.embed(previous)
             out, state = markov.step(hidden[:, row], embedded, state)
             logits = base[:, row] + markov.markov_w2(out)
-            confidences = self._confidences(row, hidden[:, row], embedded, logits)
+            sure = self._confidence_logits(hidden[:, row], embedded, logits)
             likeliest = self._ids[logits.argmax(-1)].tolist()
             for index, draft in enumerate(active):
                 if row >= draft.limit:
@@ -176,21 +185,23 @@ class DsparkDrafter:
                 if draft.request.temperature > 0.0:
                     token = self._draw(draft, params, row, logits[index])
                 draft.tokens.append(token)
-                draft.confidences.append(confidences[index])
+                draft.logits.append(sure[index])
+                draft.confidences.append(self._calibration.confidence(row, sure[index]))
                 likeliest[index] = token
             previous = torch.tensor(likeliest)
 
-    def _confidences(
-        self, row: int, hidden: Tensor, embedded: Tensor, logits: Tensor
-    ) -> list[float]:
-        """Probability of acceptance, from the token before: never from the draft itself."""
+    def _confidence_logits(self, hidden: Tensor, embedded: Tensor, logits: Tensor) -> list[float]:
+        """Logits of the probability of acceptance, from what stands before: never from the draft.
+
+        Without a confidence head the likelihood of the likeliest draft stands in.
+        """
         head = self._runner.network.confidence_head
         if head is None:
-            found: list[float] = logits.softmax(-1).amax(-1).tolist()
+            likelihood = logits.softmax(-1).amax(-1)
+            found: list[float] = likelihood.clamp(max=1 - 1e-6).logit().tolist()
             return found
-        temperature = self._temperatures[row] if row < len(self._temperatures) else 1.0
-        confident: list[float] = (head(hidden, embedded) / temperature).sigmoid().tolist()
-        return confident
+        found = head(hidden, embedded).tolist()
+        return found
 
     def _draw(self, draft: _Growing, params: SamplingParams, row: int, logits: Tensor) -> int:
         """Draw a draft from its filtered distribution; at T = 0 that is the likeliest token."""

@@ -11,8 +11,8 @@ from deepinfer_dspark.shape import DraftShape
 class MarkovHead(nn.Module):
     """Bias of the next token's logits by the token before it, through a low rank.
 
-    ``vanilla``: ``W2 @ W1[x]``; ``gated``: ``W2 @ (sigmoid(Wg [h; W1[x]] + b) * W1[x])``; ``rnn``: a
-    recurrent state over the block, ``z = [s; W1[x]; h]``.
+    ``vanilla``: ``W2 @ W1[x]``; ``gated``: ``W2 @ (sigmoid(Wg [h; W1[x]] + b) * W1[x])``; ``rnn``:
+    a recurrent state over the block, ``z = [s; W1[x]; h]``.
 
     Attributes:
         markov_w1: [vocab_size, rank], embeds the token before.

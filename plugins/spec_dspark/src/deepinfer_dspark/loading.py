@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.drafter import DrafterContext
+from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.checkpoint import EMBEDDING, HEAD, DraftCheckpoint, load, probe_ids
 from deepinfer_dspark.config import DsparkConfig, Mtp1Config
 from deepinfer_dspark.drafter import DsparkDrafter
@@ -32,13 +33,21 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         CompositionError: the draft model does not fit the target; says in what.
     """
     checkpoint = _find("dspark", config.checkpoint, context)
-    return assemble(checkpoint, context, config.block_size, config.replay_tokens)
+    return assemble(
+        checkpoint,
+        context,
+        block_size=config.block_size,
+        replay_tokens=config.replay_tokens,
+        calibrate_every=config.calibrate_every,
+    )
 
 
 def build_mtp1(config: Mtp1Config, context: DrafterContext) -> DsparkDrafter:
     """Make drafter ``mtp1``; raises as `build_dspark`."""
     checkpoint = _find("mtp1", config.checkpoint, context)
-    return assemble(checkpoint, context, 1, config.replay_tokens)
+    return assemble(
+        checkpoint, context, block_size=1, replay_tokens=config.replay_tokens, calibrate_every=0
+    )
 
 
 def _find(drafter: str, folder: str, context: DrafterContext) -> DraftCheckpoint:
@@ -77,9 +86,7 @@ def objections(checkpoint: DraftCheckpoint, context: DrafterContext) -> list[str
     ]
     beyond = [layer for layer in shape.target_layer_ids if layer >= spec.num_layers]
     if beyond:
-        problems.append(
-            f"target layers: reads {beyond}, the target has 0 to {spec.num_layers - 1}"
-        )
+        problems.append(f"target layers: reads {beyond}, the target has 0 to {spec.num_layers - 1}")
     if not problems and context.model is not None:
         closest = _likeness(checkpoint.probe, context)
         if closest < SIMILAR:
@@ -139,7 +146,12 @@ def _target_head(context: DrafterContext) -> Tensor:
 
 
 def assemble(
-    checkpoint: DraftCheckpoint, context: DrafterContext, block_size: int, replay_tokens: int
+    checkpoint: DraftCheckpoint,
+    context: DrafterContext,
+    *,
+    block_size: int,
+    replay_tokens: int,
+    calibrate_every: int,
 ) -> DsparkDrafter:
     """Make a drafter of a draft model that fits.
 
@@ -148,6 +160,7 @@ def assemble(
         context: of the target.
         block_size: rows of a pass, 0 = what the draft model was trained for.
         replay_tokens: see ``Drafter.replay_tokens``.
+        calibrate_every: judged blocks after which confidences are calibrated again, 0 = never.
 
     Raises:
         CompositionError: the block size exceeds what the draft model was trained for.
@@ -167,7 +180,9 @@ def assemble(
         embed=borrowed.embed,
         draft_vocab_ids=checkpoint.draft_vocab_ids,
         vocab_size=shape.decoder.vocab_size,
-        temperatures=temperatures(checkpoint.config),
+        calibration=OnlineCalibration(
+            shape.block_size, temperatures(checkpoint.config), every=calibrate_every
+        ),
         replay_tokens=replay_tokens,
         independent=getattr(context, "verification", "coupled") == "rejection",
     )

@@ -8,6 +8,8 @@ parameters: whoever owns the network passes them in.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -126,6 +128,11 @@ class DraftNetwork(nn.Module):
         self.register_buffer("cos", cos.unsqueeze(1), persistent=False)
         self.register_buffer("sin", sin.unsqueeze(1), persistent=False)
 
+    @property
+    def stack(self) -> list[DraftLayer]:
+        """The layers in order, by their type."""
+        return [cast(DraftLayer, layer) for layer in self.layers]
+
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[...] int64 -> cosines and sines, [..., 1, rotary_dim / 2] each."""
         return self.cos[positions], self.sin[positions]
@@ -149,4 +156,4 @@ class DraftNetwork(nn.Module):
         """
         context = self.context(features)
         cos, sin = self.angles(positions)
-        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.layers]
+        return [layer.self_attn.keys_values(context, cos, sin) for layer in self.stack]

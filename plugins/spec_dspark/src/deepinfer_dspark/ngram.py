@@ -39,7 +39,9 @@ class NgramDrafter:
         if limit < 1:
             return Draft()
         tokens = np.asarray(request.token_ids, np.int64)
-        for size in range(min(self._config.longest, len(tokens) - 1), self._config.shortest - 1, -1):
+        for size in range(
+            min(self._config.longest, len(tokens) - 1), self._config.shortest - 1, -1
+        ):
             start = latest_match(tokens, size)
             if start is not None:
                 drafts = tokens[start : start + limit].tolist()

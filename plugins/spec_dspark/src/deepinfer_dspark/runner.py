@@ -44,7 +44,9 @@ class DraftRunner:
         return self.network.context_keys_values(features, torch.from_numpy(positions))
 
     @torch.inference_mode()
-    def hidden(self, anchors: Tensor, positions: Sequence[int], caches: Sequence[ContextCache]) -> Tensor:
+    def hidden(
+        self, anchors: Tensor, positions: Sequence[int], caches: Sequence[ContextCache]
+    ) -> Tensor:
         """The parallel part of a block for several sequences.
 
         Args:
@@ -60,7 +62,7 @@ class DraftRunner:
         x[:, 0] = anchors
         at = torch.tensor(positions).unsqueeze(1) + torch.arange(self.block_size)
         cos, sin = network.angles(at.clamp(max=network.shape.decoder.max_position - 1))
-        for index, layer in enumerate(network.layers):
+        for index, layer in enumerate(network.stack):
             normed = layer.input_layernorm(x)
             attention = layer.self_attn
             q = attention.queries(normed, cos, sin)

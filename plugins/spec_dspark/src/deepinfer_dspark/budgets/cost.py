@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -20,6 +21,20 @@ RECENT = 9
 """Residuals of which the middle one is the constant part, and draft passes likewise."""
 MOST_MS = 1e7
 """Longer steps are no measurements."""
+EVERY = 16
+"""Up to here each number of rows is profiled, beyond it four in each doubling."""
+
+
+def ladder(num_rows: int) -> int:
+    """Return the profiled size that stands for a number of rows: the next one above.
+
+    >>> [ladder(n) for n in (1, 16, 17, 33, 100)]
+    [1, 16, 20, 40, 112]
+    """
+    if num_rows <= EVERY:
+        return max(1, num_rows)
+    step: int = 2 ** ((num_rows - 1).bit_length() - 3)
+    return math.ceil(num_rows / step) * step
 
 
 class CostTable:
@@ -31,20 +46,18 @@ class CostTable:
     pass before a step is kept apart.
 
     Args:
-        base: profiled ``rows -> ms`` for some sizes (sizes between cost what the next one does), a
-            function for all, or None.
+        base: profiles ``rows -> ms``, asked once for each size of the ladder; None if unknown.
     """
 
-    def __init__(self, base: Mapping[int, float] | Callable[[int], float] | None = None) -> None:
-        self._function = base if callable(base) else None
-        self._sizes = [] if base is None or callable(base) else sorted(base)
-        self._costs = [] if base is None or callable(base) else [base[n] for n in self._sizes]
-        self._learns = base is None or (not callable(base) and not base)
-        self._excess: dict[int, deque[float]] = {}
+    def __init__(self, base: Callable[[int], float] | None = None) -> None:
+        self._profile = base
+        self._bases: Float64 = np.full(64, np.nan)
+        self._measured: dict[int, deque[float]] = {}
         self._residuals: deque[float] = deque(maxlen=RECENT)
         self._drafting: deque[float] = deque(maxlen=RECENT)
-        self._slope = 0.0
-        self._cached: Float64 = np.zeros(0)
+        self._slope = self._constant = 0.0
+        self._sizes: list[int] = []
+        self._costs: list[float] = []
 
     @property
     def draft_ms(self) -> float:
@@ -57,11 +70,10 @@ class CostTable:
 
     def between(self, start: int, stop: int) -> Float64:
         """[stop - start], costs of steps of ``start`` up to ``stop - 1`` rows."""
-        have = len(self._cached)
-        if stop > have:
-            size = max(stop, 2 * have, 64)
-            self._cached = np.array([self._corrected(n) for n in range(size)])
-        return self._cached[start:stop]
+        base = self._base_between(start, stop)
+        corrected = base + self._slope * np.arange(start, stop) + self._constant
+        # A step never costs nothing, however fast the last ones were.
+        return np.maximum(np.maximum(corrected, 0.05 * base), 1e-6)
 
     def observe(self, num_rows: int, step_ms: float, draft_ms: float = 0.0) -> None:
         """Take a measurement into account; sizes below 1 and times that are no times are ignored.
@@ -75,38 +87,44 @@ class CostTable:
             self._drafting.append(draft_ms)
         if num_rows < 1 or not 0.0 < step_ms < MOST_MS:
             return
-        kept = self._excess.setdefault(num_rows, deque(maxlen=KEPT))
-        if self._learns:
+        kept = self._measured.setdefault(ladder(num_rows), deque(maxlen=KEPT))
+        if self._profile is None:
             kept.append(step_ms)
             self._rebuild()
-        else:
-            excess = step_ms - self._base(num_rows)
-            kept.append(excess / num_rows)
-            middles = [median(v) for v in self._excess.values() if len(v) >= SIZES_LEAST]
-            self._slope = max(0.0, median(middles)) if middles else 0.0
-            self._residuals.append(excess - self._slope * num_rows)
-        self._cached = np.zeros(0)
+            return
+        excess = step_ms - float(self._base_between(num_rows, num_rows + 1)[0])
+        kept.append(excess / num_rows)
+        middles = [median(v) for v in self._measured.values() if len(v) >= SIZES_LEAST]
+        self._slope = max(0.0, median(middles)) if middles else 0.0
+        self._residuals.append(excess - self._slope * num_rows)
+        self._constant = median(self._residuals)
 
     def _rebuild(self) -> None:
-        known = {n: median(v) for n, v in self._excess.items() if len(v) >= SIZES_LEAST}
-        self._sizes = sorted(known)
-        self._costs = [known[n] for n in self._sizes]
+        known = {n: median(v) for n, v in self._measured.items() if len(v) >= SIZES_LEAST}
+        self._sizes, self._costs = sorted(known), [known[n] for n in sorted(known)]
+        self._bases = np.full(64, np.nan)
 
-    def _corrected(self, num_rows: int) -> float:
-        constant = median(self._residuals) if self._residuals else 0.0
-        # A step never costs nothing, however fast the last ones were.
-        base = self._base(num_rows)
-        return max(base + self._slope * num_rows + constant, 0.05 * base, 1e-6)
+    def _base_between(self, start: int, stop: int) -> Float64:
+        if stop > len(self._bases):
+            missing = max(stop, 2 * len(self._bases)) - len(self._bases)
+            self._bases = np.concatenate([self._bases, np.full(missing, np.nan)])
+        for rows in (start + np.nonzero(np.isnan(self._bases[start:stop]))[0]).tolist():
+            if np.isnan(self._bases[rows]):  # a smaller number may have asked for its size
+                self._bases[rows] = self._base(rows)
+        return self._bases[start:stop]
 
     def _base(self, num_rows: int) -> float:
-        if self._function is not None:
-            return float(self._function(num_rows))
+        if num_rows < 1:
+            return 0.0
+        if self._profile is not None:
+            size = ladder(num_rows)
+            if size == num_rows:
+                return float(self._profile(size))
+            return float(self._base_between(size, size + 1)[0])
         if not self._sizes:
             return 1.0
         at = bisect_left(self._sizes, num_rows)
-        if at < len(self._sizes):
-            return self._costs[at]
-        return self._beyond(num_rows)
+        return self._costs[at] if at < len(self._sizes) else self._beyond(num_rows)
 
     def _beyond(self, num_rows: int) -> float:
         """Beyond the largest size, cost grows as between the outermost sizes, and never falls."""

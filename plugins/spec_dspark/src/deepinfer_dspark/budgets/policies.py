@@ -11,19 +11,21 @@ own token decide whether it is admitted: distributions stay exact in both modes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
 from deepinfer_dspark.budgets.cost import CostTable
+from deepinfer_dspark.budgets.stored import StoredProfile
 from deepinfer_dspark.config import LaggedConfig, StepwiseConfig, ThresholdConfig
 
 Float64 = npt.NDArray[np.float64]
 
 
 def survivals(confidences: Sequence[float], num_drafts: int, missing: float) -> list[float]:
-    """Return the survival of each draft; ``missing`` stands in for confidences there are none of."""
+    """Return the survival of each draft; ``missing`` stands in for unknown confidences."""
     known = list(confidences[:num_drafts])
     found, alive = [], 1.0
     for confidence in known + [missing] * (num_drafts - len(known)):
@@ -104,8 +106,11 @@ def _at(confidences: Sequence[float], place: int) -> float:
 class _Priced:
     """What the two policies that weigh cost share."""
 
-    def __init__(self, context: BudgetContext) -> None:
-        self.cost = CostTable(context.step_ms)
+    def __init__(self, folder: str, context: BudgetContext) -> None:
+        profile = context.step_ms
+        if profile is not None and folder and context.fingerprint:
+            profile = StoredProfile(Path(folder).expanduser(), context.fingerprint, profile)
+        self.cost = CostTable(profile)
         self._others = 0
 
     def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
@@ -121,7 +126,7 @@ class Stepwise(_Priced):
     """
 
     def __init__(self, config: StepwiseConfig, context: BudgetContext) -> None:
-        super().__init__(context)
+        super().__init__(config.cost_folder, context)
 
     def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
         """Return all there are: ``split`` stops where it must."""
@@ -146,7 +151,7 @@ class Lagged(_Priced):
     """
 
     def __init__(self, config: LaggedConfig, context: BudgetContext) -> None:
-        super().__init__(context)
+        super().__init__(config.cost_folder, context)
         self._margin = config.margin
 
     def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:

@@ -72,7 +72,7 @@ def run_blocks(network: DraftNetwork, shared: Shared, text: Text, anchors: Tenso
     ids = torch.full_like(positions, shape.mask_token_id)
     ids[:, 0] = text.token_ids[anchors]
     x = shared.embedding[ids]
-    for layer, keys_values, window in zip(network.layers, context, shape.windows, strict=True):
+    for layer, keys_values, window in zip(network.stack, context, shape.windows, strict=True):
         x = _layer(network, layer, x, keys_values, positions, window)
     hidden = network.norm(x)
     return Blocks(

@@ -48,6 +48,7 @@ class TrainOptions:
         learning_rate: peak.
         warmup_steps: steps over which it rises.
         average: decay of the running average of the weights.
+        prompt_share: share of the anchors that lie in prompts instead of answers.
         check_every: steps between checks on held-back answers, which also save.
         check_share: one answer in so many is held back.
         check_texts: held-back answers used, at most.
@@ -71,6 +72,7 @@ class TrainOptions:
     learning_rate: float = 6e-4
     warmup_steps: int = 60
     average: float = 0.99
+    prompt_share: float = 0.25
     check_every: int = 100
     check_share: int = 20
     check_texts: int = 24
@@ -115,7 +117,7 @@ class Trainer:
         self.network = DraftNetwork(read_shape(self.config, str(folder)))
         head = target.head_weight()
         self.shared = Shared.of(target.embedding(), head, vocab)
-        names = [layer for layer in self.network.shape.taps]
+        names = list(self.network.shape.taps)
         self._store = FeatureStore(
             target, names, features or folder / "features", options.max_tokens
         )
@@ -225,9 +227,12 @@ class Trainer:
         return found
 
     def _anchors(self, text: Text) -> Tensor:
-        possible = range(text.start, len(text.token_ids) - 1)
-        count = min(self._options.anchors_per_text, len(possible))
-        return torch.tensor(sorted(self._random.sample(possible, count)))
+        most, stop = self._options.anchors_per_text, len(text.token_ids) - 1
+        early = min(round(most * self._options.prompt_share), max(0, text.start - 1))
+        late = min(most - early, stop - text.start)
+        picked = self._random.sample(range(1, text.start), early) if early else []
+        picked += self._random.sample(range(text.start, stop), late)
+        return torch.tensor(sorted(picked))
 
     def _weights(self) -> LossWeights:
         loss, ramp = self._options.loss, self._options.cross_entropy_steps
@@ -267,7 +272,10 @@ class Trainer:
             text = self._store.get(answer)
             anchors = torch.arange(text.start, len(text.token_ids) - 1, 3)
             scores = score(self.network, self.shared, text, anchors, self._options.loss)
-            total += torch.stack([scores.acceptance, scores.matches, torch.ones_like(scores.acceptance)]) * scores.counts
+            total += (
+                torch.stack([scores.acceptance, scores.matches, torch.ones_like(scores.acceptance)])
+                * scores.counts
+            )
             error += float(scores.confidence_error)
         acceptance, matches, _ = (total / total[2].clamp(min=1)).tolist()
         survival = torch.tensor(acceptance).cumprod(0)
@@ -311,9 +319,7 @@ class Trainer:
         tensors[files.MARKOV_OUT] = out.new_zeros(vocab, rank).index_copy(0, ids, out)
         embedding, head = self.shared.embedding, self._target.head_weight()
         tensors |= {files.EMBEDDING: embedding, files.HEAD: head, files.VOCAB_IDS: ids}
-        return files.DraftCheckpoint(
-            config=self.config, tensors=tensors, where=str(self._folder)
-        )
+        return files.DraftCheckpoint(config=self.config, tensors=tensors, where=str(self._folder))
 
     def save_public(self) -> None:
         """Write the averaged weights in the public layout."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from html import escape
 
 import numpy as np
 import numpy.typing as npt
@@ -64,15 +65,14 @@ def survivals(logits: Float64, temperatures: Sequence[float]) -> Float64:
     return np.asarray(np.cumprod(1.0 / (1.0 + np.exp(-scaled)), axis=1), np.float64)
 
 
-def fit(logits: Float64, accepted: Float64) -> tuple[float, ...]:
+def fit(logits: Float64, happened: Float64) -> tuple[float, ...]:
     """Return the temperature of each position.
 
     Args:
         logits: [num_blocks, block_size].
-        accepted: [num_blocks, block_size], probability that the draft is accepted given that those
-            before it were; NaN where it is not known, which leaves out the block from there on.
+        happened: [num_blocks, block_size], whether the draft and all before it were accepted, or
+            the probability of it; NaN where it is not known.
     """
-    happened = np.cumprod(accepted, axis=1)
     found: list[float] = []
     for position in range(logits.shape[1]):
         known = ~np.isnan(happened[:, position])
@@ -125,19 +125,17 @@ def area_under_curve(scores: Float64, labels: Float64) -> float:
     return float((good_sums * (below + 0.5 * bad_sums)).sum() / pairs) if pairs > 0 else 0.5
 
 
-def quality(logits: Float64, accepted: Float64, temperatures: Sequence[float]) -> Quality:
+def quality(logits: Float64, happened: Float64, temperatures: Sequence[float]) -> Quality:
     """Measure confidences with some temperatures; arguments as for `fit`."""
-    promised, happened = survivals(logits, temperatures), np.cumprod(accepted, axis=1)
+    promised = survivals(logits, temperatures)
     known = ~np.isnan(happened)
-    single = ~np.isnan(accepted)
-    scaled = logits / np.asarray(temperatures)
     by_position = tuple(
         calibration_error(promised[known[:, k], k], happened[known[:, k], k])
         for k in range(logits.shape[1])
     )
     return Quality(
         ece=calibration_error(promised[known], happened[known]),
-        auc=area_under_curve(scaled[single], accepted[single]),
+        auc=area_under_curve(promised[known], happened[known]),
         by_position=by_position,
         bins=bins_of(promised[known], happened[known]) if known.any() else (),
     )
@@ -182,9 +180,10 @@ class OnlineCalibration:
             return
         row, label = np.zeros(self._block), np.full(self._block, np.nan)
         row[: len(logits)] = logits
-        judged = min(verified, accepted + 1, self._block)
-        label[:judged] = np.arange(judged) < accepted
-        label[: min(len(exact), judged)] = exact[:judged]
+        label[:verified] = np.arange(min(verified, self._block)) < accepted
+        # Reaching a draft is an outcome; what its own chance was then is known better.
+        reached = min(len(exact), accepted + 1, verified, self._block)
+        label[:reached] = exact[:reached]
         self._blocks.append((row, label))
         self._new += 1
         if self._new >= self._every and len(self._blocks) >= self._every:
@@ -206,7 +205,10 @@ def reliability_svg(before: Quality, after: Quality, title: str) -> str:
             'fill="#1b1f24">'
         ),
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{width / 2}" y="24" text-anchor="middle" font-weight="bold">{title}</text>',
+        (
+            f'<text x="{width / 2}" y="24" text-anchor="middle" font-weight="bold">'
+            f"{escape(title)}</text>"
+        ),
     ]
     for index, (name, found) in enumerate((("before", before), ("after", after))):
         left = margin + index * (size + margin)
@@ -218,7 +220,7 @@ def _panel(left: int, top: int, size: int, title: str, bins: Sequence[Bin]) -> l
     bottom = top + size
     most = max((b.count for b in bins), default=1)
     parts = [
-        f'<text x="{left + size / 2}" y="{top - 10}" text-anchor="middle">{title}</text>',
+        f'<text x="{left + size / 2}" y="{top - 10}" text-anchor="middle">{escape(title)}</text>',
         f'<rect x="{left}" y="{top}" width="{size}" height="{size}" fill="none" stroke="#d8dee4"/>',
         (
             f'<line x1="{left}" y1="{bottom}" x2="{left + size}" y2="{top}" stroke="#8b949e" '

@@ -131,7 +131,7 @@ class DraftNetwork(nn.Module):
     @property
     def stack(self) -> list[DraftLayer]:
         """The layers in order, by their type."""
-        return [cast(DraftLayer, layer) for layer in self.layers]
+        return [cast("DraftLayer", layer) for layer in self.layers]
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[...] int64 -> cosines and sines, [..., 1, rotary_dim / 2] each."""

@@ -48,17 +48,17 @@ def calibrate_model(
         raise ConfigError(f"{draft}: this draft model has no confidence head to calibrate")
     evaluator = Evaluator(checkpoint, open_target(model), features)
     used = list(itertools.islice(read_answers(answers), limit))
-    logits, accepted = evaluator.confidences(used[0::2])
+    logits, happened = evaluator.confidences(used[0::2])
     if len(logits) < LEAST:
         raise ConfigError(
             f"{answers}: {len(logits)} blocks are too few to calibrate by; "
             f"give answers with at least {2 * LEAST} tokens"
         )
-    temperatures = fit(logits, accepted)
-    held_logits, held_accepted = evaluator.confidences(used[1::2])
+    temperatures = fit(logits, happened)
+    held_logits, held_happened = evaluator.confidences(used[1::2])
     plain = (1.0,) * len(temperatures)
-    before = quality(held_logits, held_accepted, plain)
-    after = quality(held_logits, held_accepted, temperatures)
+    before = quality(held_logits, held_happened, plain)
+    after = quality(held_logits, held_happened, temperatures)
     if picture is not None:
         picture.write_text(reliability_svg(before, after, f"Confidence of {draft.name}"))
     if write:

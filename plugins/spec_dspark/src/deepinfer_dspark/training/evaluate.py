@@ -131,7 +131,7 @@ class Evaluator:
 
     @torch.no_grad()
     def confidences(self, answers: Iterable[Answer]) -> tuple[Float64, Float64]:
-        """Logits of the confidence head and true acceptance, [num_blocks, block_size] each."""
+        """Logits of the confidence head and true survivals, [num_blocks, block_size] each."""
         head = self.network.confidence_head
         logits, labels = [], []
         for answer in answers:
@@ -143,7 +143,7 @@ class Evaluator:
             at = blocks.positions.clamp(max=len(text.token_ids) - 1)
             embedded = self.network.markov_head.embed(text.token_ids[at])
             logits.append(head(blocks.hidden, embedded).numpy())
-            labels.append(self._acceptance(text, blocks).numpy())
+            labels.append(self._acceptance(text, blocks).cumprod(-1).numpy())
         size = self.network.shape.block_size
         none = [np.zeros((0, size))]
         return (

@@ -22,19 +22,21 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 
 @frozen(kw_only=True)
 class EngineArgs:
-    """What ``--model``, ``--config``, ``--set`` and ``--accelerator`` said.
+    """What ``--model``, ``--config``, ``--set``, ``--accelerator`` and ``--drafter`` said.
 
     Attributes:
         model: path, name or hub id; None leaves it to the configuration.
         config: a configuration file, or None.
         sets: overrides, in the order typed.
         accelerator: name of the accelerator, or None.
+        drafter: name of the drafter, or None.
     """
 
     model: str | None = None
     config: Path | None = None
     sets: tuple[str, ...] = ()
     accelerator: str | None = None
+    drafter: str | None = None
 
     def load(self) -> EngineConfig:
         """Return the configuration that is meant.
@@ -72,6 +74,8 @@ class EngineArgs:
         if self.accelerator is not None:
             name = ACCELERATOR_VALUES.get(self.accelerator, self.accelerator)
             sets.append(f"accelerator.use={value_text(name)}")
+        if self.drafter is not None:
+            sets.append(f"drafter.use={value_text(self.drafter)}")
         return sets
 
 
@@ -124,6 +128,7 @@ _ENGINE = (
         help="Override a value of the configuration, such as engine.page_size=32.",
     ),
     click.option("--accelerator", metavar="NAME", help="Where to run: cpu, sm100, ascend, ..."),
+    click.option("--drafter", metavar="NAME", help="Who drafts tokens: none, dspark, ngram, ..."),
 )
 
 _SAMPLING = (
@@ -158,9 +163,9 @@ def _bundle(
 
 
 engine_options = _bundle(
-    _ENGINE, "engine_args", EngineArgs, ("model", "config", "sets", "accelerator")
+    _ENGINE, "engine_args", EngineArgs, ("model", "config", "sets", "accelerator", "drafter")
 )
-"""Decorator: adds ``--model --config --set --accelerator``; the command gets ``engine_args``."""
+"""Decorator: adds ``--model --config --set --accelerator --drafter``; the command gets ``engine_args``."""
 
 sampling_options = _bundle(
     _SAMPLING, "sampling_args", SamplingArgs, ("max_tokens", "temperature", "seed")

@@ -258,6 +258,7 @@ class _Builder:
                 read=self._found.checkpoint.read,
                 ops=ops,
                 dtype=dtype,
+                verification=self._options.verification,
             )
         )
         known = {"embedding", *(f"layer.{layer}" for layer in range(spec.num_layers))}

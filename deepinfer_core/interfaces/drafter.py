@@ -28,6 +28,8 @@ class DrafterContext:
             tests.
         ops: the bound op table, for layers of the drafter's own, None in tests.
         dtype: computation dtype name.
+        verification: "coupled" or "rejection": whether drafts are best drawn with the target's own
+            noise, or with other noise and reported with their distributions.
     """
 
     model_spec: Any
@@ -39,6 +41,7 @@ class DrafterContext:
     read: Callable[[str], torch.Tensor] | None = None
     ops: Any = None
     dtype: str = "float32"
+    verification: str = "coupled"
 
 
 @frozen(kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
 from deepinfer_core.requests import SamplingParams
 from deepinfer_core.sampling import (
     Candidates,
@@ -117,6 +117,15 @@ class DsparkDrafter:
         for sequence_id, start, stop in zip(rows.sequence_ids, starts, starts[1:], strict=False):
             found.append((sequence_id, max(start, stop - window) if window else start, stop))
         return found
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Learn how far confidences can be trusted."""
+        for outcome in outcomes:
+            logits = self._drafted.get(outcome.sequence_id)
+            if logits:
+                self._calibration.add(
+                    logits, outcome.verified, outcome.accepted, outcome.acceptance
+                )
 
     def commit(self, sequence_id: int, num_tokens: int) -> None:
         """Forget what lies beyond."""

@@ -184,7 +184,7 @@ def assemble(
             shape.block_size, temperatures(checkpoint.config), every=calibrate_every
         ),
         replay_tokens=replay_tokens,
-        independent=getattr(context, "verification", "coupled") == "rejection",
+        independent=context.verification == "rejection",
     )
 
 

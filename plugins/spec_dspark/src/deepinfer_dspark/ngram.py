@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DrafterContext, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    CommittedRows,
+    Draft,
+    DrafterContext,
+    DraftOutcome,
+    DraftRequest,
+)
 from deepinfer_dspark.config import NgramConfig
 
 if TYPE_CHECKING:
@@ -48,6 +54,9 @@ class NgramDrafter:
                 doubt = (1 - self._config.confidence) * 0.5 ** (size - self._config.shortest)
                 return Draft(token_ids=drafts, confidences=[1 - doubt] * len(drafts))
         return Draft()
+
+    def judge(self, outcomes: Sequence[DraftOutcome]) -> None:
+        """Take no note: it learns nothing."""
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
         """Take no note: a request brings its tokens."""

@@ -165,7 +165,7 @@ def _bundle(
 engine_options = _bundle(
     _ENGINE, "engine_args", EngineArgs, ("model", "config", "sets", "accelerator", "drafter")
 )
-"""Decorator: adds ``--model --config --set --accelerator --drafter``; the command gets ``engine_args``."""
+"""Decorator: adds the options of an engine; the command gets ``engine_args``."""
 
 sampling_options = _bundle(
     _SAMPLING, "sampling_args", SamplingArgs, ("max_tokens", "temperature", "seed")

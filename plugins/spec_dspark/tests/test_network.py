@@ -13,6 +13,7 @@ from deepinfer_dspark.checkpoint import DraftCheckpoint
 from deepinfer_dspark.context import ContextCache
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.runner import DraftRunner
+from deepinfer_dspark.shape import parameter_sizes
 from deepinfer_dspark.training.blocks import Shared, run_blocks
 from deepinfer_dspark.training.data import Text
 
@@ -75,3 +76,12 @@ def test_old_context_is_dropped_and_nothing_changes(make_checkpoint: Maker) -> N
     expected = run_blocks(network, shared, text, anchor).hidden
     found = runner.hidden(shared.embedding[text.token_ids[anchor]], [490], [cache])
     torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "smollm3"])
+def test_the_layout_is_what_the_network_has(make_checkpoint: Maker, kind: str, family: str) -> None:
+    changes: dict[str, Any] = {"attention_bias": True} if family == "llama" else {}
+    shape = make_checkpoint(markov_head_type=kind, model_type=family, **changes).shape
+    found = {name: tuple(p.shape) for name, p in DraftNetwork(shape).named_parameters()}
+    assert parameter_sizes(shape) == found

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_dspark.shape import DraftShape, read_shape
+from deepinfer_dspark.shape import DraftShape, parameter_sizes, read_shape
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -114,12 +114,9 @@ def load(folder: Path) -> DraftCheckpoint:
 
 def misfits(checkpoint: DraftCheckpoint) -> list[str]:
     """Compare tensors with what the configuration asks for; one line per problem."""
-    from deepinfer_dspark.network import DraftNetwork
-
     shape, tensors = checkpoint.shape, checkpoint.tensors
     vocab, hidden = shape.decoder.vocab_size, shape.decoder.hidden_size
-    with torch.device("meta"):
-        expected = {n: tuple(p.shape) for n, p in DraftNetwork(shape).named_parameters()}
+    expected = parameter_sizes(shape)
     if checkpoint.is_compact:
         expected[PROBE] = (PROBES, hidden)
     else:

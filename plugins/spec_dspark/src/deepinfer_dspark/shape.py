@@ -132,6 +132,51 @@ def _windows(
     return tuple(size if slides and size else 0 for slides in sliding)
 
 
+def parameter_sizes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    """Return the name and size of every parameter of a draft network; the public layout."""
+    decoder, rank = shape.decoder, shape.markov_rank
+    hidden, inner, dim = decoder.hidden_size, decoder.intermediate_size, decoder.head_dim
+    sizes: dict[str, tuple[int, ...]] = {
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "markov_head.markov_w1.weight": (decoder.vocab_size, rank),
+    }
+
+    def linear(name: str, outputs: int, inputs: int, bias: bool = False) -> None:
+        sizes[f"{name}.weight"] = (outputs, inputs)
+        if bias:
+            sizes[f"{name}.bias"] = (outputs,)
+
+    linear("fc", hidden, hidden * len(shape.target_layer_ids))
+    linear("markov_head.markov_w2", shape.draft_vocab_size, rank)
+    if shape.markov_head_type == "gated":
+        linear("markov_head.gate_proj", rank, hidden + rank, bias=True)
+    if shape.markov_head_type == "rnn":
+        linear("markov_head.joint_proj", 3 * rank, 2 * rank + hidden, bias=True)
+    if shape.confidence_head:
+        seen = hidden + (rank if shape.confidence_with_markov else 0)
+        linear("confidence_head.proj", 1, seen, bias=True)
+    for layer in range(decoder.num_layers):
+        base = f"layers.{layer}."
+        sizes[base + "input_layernorm.weight"] = (hidden,)
+        sizes[base + "post_attention_layernorm.weight"] = (hidden,)
+        queries, keys = decoder.num_heads * dim, decoder.num_kv_heads * dim
+        for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+            linear(f"{base}self_attn.{name}_proj", outputs, hidden, decoder.qkv_bias)
+        linear(base + "self_attn.o_proj", hidden, queries, decoder.output_bias)
+        if decoder.qk_norm:
+            sizes[base + "self_attn.q_norm.weight"] = sizes[base + "self_attn.k_norm.weight"] = (
+                dim,
+            )
+        for name, outputs, inputs in (
+            ("gate", inner, hidden),
+            ("up", inner, hidden),
+            ("down", hidden, inner),
+        ):
+            linear(f"{base}mlp.{name}_proj", outputs, inputs, decoder.mlp_bias)
+    return sizes
+
+
 def _layers(config: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]:
     found = config.get("target_layer_ids")
     valid = isinstance(found, list | tuple) and len(found) > 0

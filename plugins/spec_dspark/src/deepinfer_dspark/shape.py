@@ -21,6 +21,8 @@ _FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
 }
 
+_WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+
 
 @frozen(kw_only=True)
 class DraftShape:
@@ -122,14 +124,22 @@ def _windows(
     config: Mapping[str, Any], decoder: DecoderConfig | None, problems: list[str]
 ) -> tuple[int, ...]:
     """Draft layers may have windows in families whose own layers have none."""
+    if decoder is None:
+        return ()
     types, size = config.get("layer_types"), config.get("sliding_window")
-    if decoder is None or not isinstance(types, list) or len(types) != decoder.num_layers:
-        return decoder.windows if decoder is not None else ()
+    if types is None:
+        return (0,) * decoder.num_layers
+    if not isinstance(types, list) or len(types) != decoder.num_layers:
+        problems.append(f"layer_types: expected {decoder.num_layers} entries, got {types!r}")
+        return ()
+    unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
+    if unknown:
+        problems.append(f"layer_types: {', '.join(unknown)} not supported")
     sliding = [kind == "sliding_attention" for kind in types]
     if any(sliding) and (type(size) is not int or size < 1):
         problems.append(f"sliding_window: expected a positive whole number, got {size!r}")
-        return decoder.windows
-    return tuple(size if slides and size else 0 for slides in sliding)
+        return ()
+    return tuple(int(size or 0) if slides else 0 for slides in sliding)
 
 
 def parameter_sizes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
@@ -197,8 +207,10 @@ def _decoder(config: Mapping[str, Any], problems: list[str]) -> DecoderConfig | 
         known = ", ".join(sorted(_FAMILIES))
         problems.append(f"model_type: {config.get('model_type')!r} is not one of {known}")
         return None
+    # Windows are the drafter's own; see `_windows`.
+    plain = {key: value for key, value in config.items() if key not in _WINDOW_KEYS}
     try:
-        return read_config({**config, "architectures": [family]})
+        return read_config({**plain, "architectures": [family], "use_sliding_window": False})
     except CheckpointError as error:
         problems += error.problems or [str(error)]
         return None

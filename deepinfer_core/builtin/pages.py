@@ -189,6 +189,9 @@ class PagesCache:
             for pool in self._pools
         )
 
+    def close(self) -> None:
+        """Nothing is held outside."""
+
     # ------------------------------------------------------------------------------- internals
 
     def _add(self, sequence_id: int) -> _Held:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -22,6 +23,7 @@ from deepinfer_core.compose import compose, device_type
 from deepinfer_core.config import AUTO, NONE, EngineConfig, apply_environ
 from deepinfer_core.engine.admission import capacity
 from deepinfer_core.engine.model_facts import FoundModel, find
+from deepinfer_core.engine.namespace import content_of, identity_of, namespace_of
 from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.sizing import page_counts
 from deepinfer_core.engine.step_times import StepTimes
@@ -30,7 +32,8 @@ from deepinfer_core.hub.locate import default_cache_dir
 from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
 from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
 from deepinfer_core.interfaces.budget import Budget, BudgetContext
-from deepinfer_core.interfaces.cache import CacheContext
+from deepinfer_core.interfaces.cache import Cache, CacheContext
+from deepinfer_core.interfaces.checkpoint import Checkpoint
 from deepinfer_core.interfaces.constraint import Constraint, ConstraintContext
 from deepinfer_core.interfaces.drafter import Drafter, DrafterContext
 from deepinfer_core.interfaces.eviction import EvictionContext
@@ -179,13 +182,14 @@ class _Builder:
         budget = None if drafter is None else self._budget(spec, accelerator, executor, details)
         details["drafts"] = self._describe_drafts(drafter)
         tokenizer, tokenizer_error = tokenizing.result()
+        pages = self._cache(spec, num_pages, storages, details)
         return EngineParts(
             config=self._config,
             plan=self._plan.with_details(details),
             spec=spec,
             accelerator=accelerator,
             executor=executor,
-            cache=self._cache(spec, num_pages, storages),
+            cache=pages,
             scheduler=self._part(
                 Slot.SCHEDULER,
                 SchedulerContext(
@@ -209,7 +213,7 @@ class _Builder:
             tokenizer_error=tokenizer_error,
             detokenizer=None if tokenizer is None else detokenizers(tokenizer),
             recipe=cache(lambda: self._recipe(spec, tokenizer, tokenizer_error)),
-            close=self._found.checkpoint.close,
+            close=partial(_close, pages, self._found.checkpoint),
         )
 
     def _part(self, slot: Slot, context: Any) -> Any:
@@ -283,7 +287,7 @@ class _Builder:
         executor: Executor,
         details: Mapping[str, str],
     ) -> Budget:
-        facts = (_namespace(self._found, spec), sorted(details.items()), self._options.num_threads)
+        facts = (self._shape(spec), sorted(details.items()), self._options.num_threads)
         budget: Budget = self._part(
             Slot.BUDGET,
             BudgetContext(
@@ -369,16 +373,36 @@ class _Builder:
         )
         return attention
 
+    def _shape(self, spec: ModelSpec) -> dict[str, object]:
+        """What decides the form of a model's state, without what its weights contain."""
+        config = sorted((key, str(value)) for key, value in self._found.checkpoint.config.items())
+        size = self._found.checkpoint.total_bytes
+        return {"config": config, "groups": spec.groups, "bytes": size, "torch": torch.__version__}
+
+    def _namespace(self, spec: ModelSpec, details: Mapping[str, str], home: Path) -> str:
+        """Pages of engines with different namespaces never match; weights are read for stores."""
+        path = self._found.checkpoint.path
+        kept = self._plan.part(Slot.KV_STORE) is not None
+        weights = content_of(path, home / "digests.json") if kept else identity_of(path)
+        attention = self._plan.part(Slot.ATTENTION)
+        numerics = {key: details[key] for key in ("dtype", "device", "invariant", "ops")}
+        names = {"weights": weights, "attention": None if attention is None else attention.name}
+        return namespace_of({**self._shape(spec), **numerics, **names}.items())
+
     def _cache(
-        self, spec: ModelSpec, num_pages: tuple[int, ...], storages: Items[GroupStorage]
-    ) -> Any:
-        namespace = _namespace(self._found, spec)
+        self,
+        spec: ModelSpec,
+        num_pages: tuple[int, ...],
+        storages: Items[GroupStorage],
+        details: Mapping[str, str],
+    ) -> Cache:
+        home = default_cache_dir(os.environ)  # noqa: TID251 - where the user keeps such files
+        namespace = self._namespace(spec, details, home)
         labels = {
             "model": self._config.model,
             "dtype": spec.groups[0].dtype,
             "page_size": str(self._options.page_size),
         }
-        home = default_cache_dir(os.environ)  # noqa: TID251 - where the user keeps such files
         store = self._part(
             Slot.KV_STORE,
             KvStoreContext(
@@ -387,7 +411,7 @@ class _Builder:
         )
         if store is not None:
             self._undo.append(store.close)
-        return self._part(
+        cache: Cache = self._part(
             Slot.CACHE,
             CacheContext(
                 groups=spec.groups,
@@ -400,6 +424,8 @@ class _Builder:
                 import_page=lambda group, page, data: storages[group].import_page(page, data),
             ),
         )
+        self._undo.append(cache.close)
+        return cache
 
     def _eviction(self) -> Callable[[], Any] | None:
         part = self._plan.part(Slot.EVICTION)
@@ -494,11 +520,12 @@ def _dtype(config: EngineConfig, accelerator: Accelerator) -> str:
     return config.dtype
 
 
-def _namespace(found: FoundModel, spec: ModelSpec) -> str:
-    """Digest of everything that makes pages of two engines different things."""
-    config = sorted((key, str(value)) for key, value in found.checkpoint.config.items())
-    text = repr((config, spec.groups, found.checkpoint.total_bytes, torch.__version__))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _close(cache: Cache, checkpoint: Checkpoint) -> None:
+    """Give back what outlives the last step."""
+    try:
+        cache.close()
+    finally:
+        checkpoint.close()
 
 
 def _describe_groups(spec: ModelSpec, num_pages: tuple[int, ...]) -> str:

@@ -65,6 +65,9 @@ STALLED_ROUNDS = 500
 STALLED_PAUSE_S = 0.002
 """Pause after such a round, and after one that only waits for a grammar."""
 
+LOADING_PAUSE_S = 0.0005
+"""Pause after a round in which all that there is waits for pages from a store."""
+
 SCHEDULER_TRIES = 3
 """Rounds in a row a scheduler may fail before the engine gives up."""
 
@@ -459,7 +462,10 @@ class Engine:
         ready = [
             s for s in waiting if not s.opened or self._parts.cache.ready(s.sequence_id) is not None
         ]
-        if self._flight is not None or not (running or ready):
+        if self._flight is not None:
+            return
+        if not (running or ready):
+            time.sleep(LOADING_PAUSE_S)
             return
         self._stalled_rounds += 1
         if self._stalled_rounds >= STALLED_ROUNDS:

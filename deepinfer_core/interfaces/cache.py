@@ -27,9 +27,12 @@ class CacheContext:
         clock: seconds, monotonic; the only source of time.
         eviction: makes an eviction policy; called once for each order a cache keeps. None where
             none is composed.
-        kv_store: pages behind the device, or None.
-        export_page: ``(group, page) -> bytes``, for stores; None without a device.
-        import_page: ``(group, page, data)``, for stores; None without a device.
+        kv_store: pages behind the device, or None; the cache calls it from threads of its own, and
+            closes it.
+        export_page: ``(group, page) -> bytes``, for stores; None without a device. May be called on
+            any thread, for pages whose content is final.
+        import_page: ``(group, page, data)``, for stores; None without a device. May be called on
+            any thread, for pages that no sequence uses yet.
     """
 
     groups: tuple[CacheGroupSpec, ...]
@@ -151,7 +154,8 @@ class Cache(Protocol):
     def commit(self, sequence_id: int, num_tokens: int, token_ids: Sequence[int]) -> None:
         """Positions below ``num_tokens`` hold final state of ``token_ids[:num_tokens]``.
 
-        Full pages may be shared from now on; pages no window can see may be given back.
+        ``token_ids`` may be kept until the sequence is released: its beginning never changes. Full
+        pages may be shared from now on; pages no window can see may be given back.
         """
         ...
 
@@ -185,4 +189,8 @@ class Cache(Protocol):
 
     def usage(self) -> tuple[CacheUsage, ...]:
         """Pages now, one entry a group."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is held outside (threads, a store); called once, after the last step."""
         ...

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from attrs import define
+from attrs import define, evolve
 
 from deepinfer_core.batch import Int32, PageCopy
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.kv.tables import NO_PAGE, BlockTable
+from deepinfer_prefix.behind import Arrival, Behind
 from deepinfer_prefix.config import PrefixConfig
 from deepinfer_prefix.copies import Copies
 from deepinfer_prefix.lookup import Lookup, Start
 from deepinfer_prefix.rules import rules_for
 from deepinfer_prefix.store import PageStore
-from deepinfer_prefix.tree import Node, Pages, cuts_in
+from deepinfer_prefix.tree import Cuts, Node, Pages, cuts_in, find
 
 TIER = "device"
 
@@ -54,6 +55,27 @@ class _Held:
     pinned: Node | None = None
 
 
+@define
+class _Coming:
+    """A sequence whose blocks are being loaded.
+
+    Attributes:
+        held: what it holds meanwhile: the blocks that are on the device already.
+        arrival: the blocks on their way.
+        root: of its salt.
+        data: its tokens that may be matched, four bytes each.
+        cuts: as it was opened.
+        num_tokens: all of its tokens.
+    """
+
+    held: _Held
+    arrival: Arrival
+    root: Node
+    data: bytes
+    cuts: Cuts | None
+    num_tokens: int
+
+
 class PrefixCache:
     """Pages with reuse. See ``deepinfer_core.interfaces.cache.Cache`` for every method."""
 
@@ -71,6 +93,10 @@ class PrefixCache:
         self._lookup = Lookup(context.groups, self._rules)
         self._copies = Copies(len(self._groups), self._end_copy)
         self._held: dict[int, _Held] = {}
+        self._coming: dict[int, _Coming] = {}
+        self._behind: Behind | None = None
+        if context.kv_store is not None and context.export_page and context.import_page:
+            self._behind = Behind(context, self._rules, self._store, self._give_back)
 
     # ------------------------------------------------------------------------------- sequences
 
@@ -88,34 +114,56 @@ class PrefixCache:
         Raises:
             ValueError: the sequence is open already.
         """
-        if sequence_id in self._held:
+        if sequence_id in self._held or sequence_id in self._coming:
             raise ValueError(f"sequence {sequence_id} is open already")
+        if self._behind is not None:
+            self._behind.settle()
         most = max(0, len(token_ids) - 1)
         data = _bytes_of(token_ids, most if limit is None else min(most, limit))
         root = self._store.tree.root(salt)
-        for whole_blocks in (False, True):
-            start = self._lookup.start(root, data, cuts, whole_blocks=whole_blocks)
-            held = self._begin(start, len(token_ids))
-            if held is not None:
-                break
-        else:
-            later = cuts[0].at if cuts else 0
-            miss = Start(match=start.match.whole(0), compute_from=0, restart_at=later)
-            held = self._begin(miss, len(token_ids))
-            assert held is not None  # a miss needs no page
+        coming = self._fetch(root, data, cuts, len(token_ids))
+        if coming is not None:
+            self._coming[sequence_id] = coming
+            return coming.held.hit
+        held = self._start(root, data, cuts, len(token_ids))
         self._held[sequence_id] = held
         return held.hit
 
-    def ready(self, sequence_id: int) -> Hit:
-        """The hit."""
-        return self._find(sequence_id).hit
+    def ready(self, sequence_id: int) -> Hit | None:
+        """The hit, None while blocks are being loaded."""
+        coming = self._coming.get(sequence_id)
+        if coming is None:
+            return self._find(sequence_id).hit
+        assert self._behind is not None
+        if not self._behind.has_arrived(coming.arrival):
+            return None
+        del self._coming[sequence_id]
+        tier = self._behind.finish(coming.arrival)
+        held = self._start(coming.root, coming.data, coming.cuts, coming.num_tokens)
+        if tier is not None and held.hit.length > coming.arrival.parent.end:
+            held.hit = evolve(held.hit, tier=tier)
+        self._end(coming.held)
+        self._held[sequence_id] = held
+        return held.hit
 
     def release(self, sequence_id: int) -> None:
         """End a sequence; what it computed stays for later hits. Unknown ids are ignored."""
+        coming = self._coming.pop(sequence_id, None)
+        if coming is not None:
+            assert self._behind is not None
+            self._behind.abandon(coming.arrival)
+            self._end(coming.held)
         held = self._held.pop(sequence_id, None)
-        if held is None:
-            return
-        self._keep_tail(held, held.committed)
+        if held is not None:
+            self._keep_tail(held, held.committed)
+            self._end(held)
+
+    def close(self) -> None:
+        """Write what waits, and close the store behind."""
+        if self._behind is not None:
+            self._behind.close()
+
+    def _end(self, held: _Held) -> None:
         for group, table in enumerate(held.tables):
             # Last page first: free pages are then handed out in ascending order.
             self._give_back(group, table.truncate(0)[::-1])
@@ -245,9 +293,45 @@ class PrefixCache:
 
     def usage(self) -> tuple[CacheUsage, ...]:
         """Pages now, one entry a group."""
+        if self._behind is not None:
+            self._behind.settle()
         return self._store.usage()
 
     # --------------------------------------------------------------------------------- opening
+
+    def _fetch(self, root: Node, data: bytes, cuts: Cuts | None, num_tokens: int) -> _Coming | None:
+        """Begin to load the blocks that the device lacks; None if there is nothing to wait for."""
+        if self._behind is None or not self._behind.can_store or cuts:
+            return None
+        size = 4 * self._rules.block_tokens
+        match = find(
+            root, data, block_tokens=self._rules.block_tokens, grain=self._rules.grain, cuts=()
+        ).whole()
+        blocks = [
+            data[at : at + size] for at in range(4 * match.length, len(data) - size + 1, size)
+        ]
+        if not blocks:
+            return None
+        held = self._begin(Start(match=match, compute_from=match.length), num_tokens)
+        arrival = self._behind.fetch(match.deepest, blocks) if held is not None else None
+        if held is not None and arrival is not None:
+            return _Coming(held, arrival, root, data, cuts, num_tokens)
+        if held is not None:
+            self._end(held)
+        return None
+
+    def _start(self, root: Node, data: bytes, cuts: Cuts | None, num_tokens: int) -> _Held:
+        """Begin with the start that saves most and has room."""
+        for whole_blocks in (False, True):
+            start = self._lookup.start(root, data, cuts, whole_blocks=whole_blocks)
+            held = self._begin(start, num_tokens)
+            if held is not None:
+                return held
+        later = cuts[0].at if cuts else 0
+        miss = Start(match=start.match.whole(0), compute_from=0, restart_at=later)
+        held = self._begin(miss, num_tokens)
+        assert held is not None  # a miss needs no page
+        return held
 
     def _begin(self, start: Start, num_tokens: int) -> _Held | None:
         """Hold the pages of a start, and take those for its copies; None if pages are short."""
@@ -348,6 +432,8 @@ class PrefixCache:
         node = before.children.get((tokens, cuts))
         if node is None:
             node = self._store.add(before, tokens, cuts, pages)
+            if self._behind is not None and self._behind.can_store:
+                self._behind.save(node)
         else:
             self._use(held, node, pages)
         self._store.attach(node)

@@ -38,8 +38,8 @@ class Node:
     """
 
     __slots__ = (
-        "_key", "children", "cuts", "end", "is_alive", "is_entry", "own_cuts", "pages", "parent",
-        "refs", "tokens",
+        "_content", "_key", "children", "cuts", "end", "is_alive", "is_entry", "own_cuts",
+        "pages", "parent", "refs", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -51,6 +51,7 @@ class Node:
         self.cuts: Cuts = parent.cuts + cuts if parent else cuts
         self.refs, self.is_entry, self.is_alive = 0, False, True
         self._key: bytes | None = None
+        self._content: bytes | None = None
 
     @property
     def start(self) -> int:
@@ -65,6 +66,14 @@ class Node:
             cuts = b"".join(cut_bytes(cut.at, cut.start) for cut in self.own_cuts)
             self._key = block_key(self.parent.key, self.tokens, cuts)
         return self._key
+
+    @property
+    def content(self) -> bytes:
+        """Digest of the tokens up to its end, whoever they belong to."""
+        if self._content is None:
+            before = self.parent.content if self.parent is not None else root_key("", "")
+            self._content = block_key(before, self.tokens) if self.parent is not None else before
+        return self._content
 
     def path(self) -> Iterator[Node]:
         """This node and those before it, without the root."""

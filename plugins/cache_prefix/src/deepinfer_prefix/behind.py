@@ -1,0 +1,213 @@
+"""Between the device's pages and a store: blocks are written behind, and loaded on a miss.
+
+Nothing here waits: pages are copied out of and into the device by threads of their own, while their
+blocks are held. What does not work out is a miss.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from attrs import define, field
+
+from deepinfer_core.interfaces.cache import CacheContext
+from deepinfer_core.interfaces.kv_store import StoredPage
+from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_core.log import get_logger
+from deepinfer_prefix.keys import block_key
+from deepinfer_prefix.rules import Rules
+from deepinfer_prefix.store import PageStore
+from deepinfer_prefix.tiers.loader import Load, PageLoader
+from deepinfer_prefix.tree import Node, Pages
+
+MOST_EXPORTS = 64
+"""Blocks that may wait to be copied out; further ones are not written."""
+
+
+@define(eq=False)
+class Arrival:
+    """Blocks on their way to the device.
+
+    Attributes:
+        parent: the block they follow; its path is held.
+        blocks: tokens of each.
+        pages: for each block its pages, one entry a group; held until the end.
+        load: what the loader knows.
+    """
+
+    parent: Node
+    blocks: list[bytes]
+    pages: list[list[Pages | None]]
+    load: Load = field(init=False)
+
+
+class Behind:
+    """The store behind one device cache.
+
+    Args:
+        context: the cache's context, with a store and access to pages.
+        rules: how groups are recovered.
+        store: the device's pages.
+        let_go: gives pages of a group back.
+    """
+
+    def __init__(
+        self,
+        context: CacheContext,
+        rules: Rules,
+        store: PageStore,
+        let_go: Callable[[int, Pages], None],
+    ) -> None:
+        assert context.kv_store is not None
+        assert context.export_page is not None
+        assert context.import_page is not None
+        self._groups: Sequence[CacheGroupSpec] = context.groups
+        self._export_page, self._import_page = context.export_page, context.import_page
+        self._rules, self._store, self._let_go = rules, store, let_go
+        # Windows that can be computed again are not worth their bytes.
+        windows = rules.windows if rules.snapshots and rules.replay_rows is None else ()
+        self._stored = tuple(sorted((*rules.lasting, *windows)))
+        self._loader = PageLoader(context.kv_store)
+        self._copier = ThreadPoolExecutor(1, "deepinfer-pages-out")
+        self._exporting = 0
+        self._exported: deque[list[Pages | None]] = deque()
+        self._ending: list[Arrival] = []
+        self.num_not_written = 0
+
+    @property
+    def can_store(self) -> bool:
+        """Whether blocks of this model can be recovered from a store."""
+        return bool(self._stored) and not self._rules.states
+
+    # ------------------------------------------------------------------------- writing behind
+
+    def save(self, node: Node) -> None:
+        """Write a block that was just computed, soon."""
+        pages = self._pages_of(node)
+        if pages is None or self._exporting >= MOST_EXPORTS:
+            self.num_not_written += 1
+            return
+        self._exporting += 1
+        for group in self._stored:
+            self._store.hold(group, pages[group] or [])
+        key, exact, content = node.key, not node.cuts, node.content
+        self._copier.submit(self._export, key, exact, content, pages)
+
+    def _pages_of(self, node: Node) -> list[Pages | None] | None:
+        if any(node.pages[group] is None for group in self._stored):
+            return None
+        return [
+            list(pages) if pages is not None and group in self._stored else None
+            for group, pages in enumerate(node.pages)
+        ]
+
+    def _export(self, key: bytes, exact: bool, content: bytes, pages: list[Pages | None]) -> None:
+        """Copy a block out; on a thread of its own."""
+        try:
+            parts = [
+                self._export_page(group, page)
+                for group in self._stored
+                for page in pages[group] or ()
+            ]
+            page = StoredPage(data=b"".join(parts), exact=exact, content=content)
+            self._loader.save(key, page)
+        except Exception as error:  # a page that is not written is a later miss
+            get_logger("kv_store").warning("kv_store.not_exported", error=repr(error))
+        finally:
+            self._exported.append(pages)
+
+    # -------------------------------------------------------------------------------- loading
+
+    def fetch(self, parent: Node, blocks: list[bytes]) -> Arrival | None:
+        """Begin to load blocks that follow ``parent``, whose path the caller holds.
+
+        Returns:
+            None if there is no room for them.
+        """
+        counts = [
+            len(blocks) * self._rules.block_tokens // spec.page_size if group in self._stored else 0
+            for group, spec in enumerate(self._groups)
+        ]
+        if not blocks or not self._store.make_room(counts):
+            return None
+        arrival = Arrival(parent, blocks, [self._take_pages() for _ in blocks])
+        keys, key = [], parent.key
+        for tokens in blocks:
+            key = block_key(key, tokens)
+            keys.append(key)
+        arrival.load = self._loader.load(
+            keys, exact_only=True, deliver=lambda at, page: self._import(arrival.pages[at], page)
+        )
+        return arrival
+
+    def _take_pages(self) -> list[Pages | None]:
+        return [
+            self._store.pools[group].allocate(self._rules.block_tokens // spec.page_size)
+            if group in self._stored
+            else None
+            for group, spec in enumerate(self._groups)
+        ]
+
+    def _import(self, pages: list[Pages | None], page: StoredPage) -> None:
+        """Copy a block in; on one of the loader's threads."""
+        data, start = memoryview(page.data), 0
+        sizes = [
+            (group, at, self._groups[group].bytes_per_page)
+            for group in self._stored
+            for at in pages[group] or ()
+        ]
+        if sum(size for _, _, size in sizes) != len(data):
+            raise ValueError(f"a stored block has {len(data)} bytes, which is not its size")
+        for group, at, size in sizes:
+            self._import_page(group, at, bytes(data[start : start + size]))
+            start += size
+
+    def has_arrived(self, arrival: Arrival) -> bool:
+        """Whether nothing more will come."""
+        return self._loader.ready(arrival.load)
+
+    def finish(self, arrival: Arrival) -> str | None:
+        """Keep the blocks that arrived, and give the other pages back; the tier they came from."""
+        count = len(arrival.load.pages)
+        node: Node | None = arrival.parent
+        for tokens, pages in zip(arrival.blocks[:count], arrival.pages, strict=False):
+            if node is not None:
+                known = node.children.get((tokens, ()))
+                node = known or self._store.add(node, tokens, (), pages)
+        self._give_back(arrival.pages)
+        if count and node is not None:
+            self._store.cover(node)
+        return arrival.load.tier
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Nobody waits for these blocks any more; pages come back once nothing is written there."""
+        arrival.load.cancel()
+        self._ending.append(arrival)
+        self.settle()
+
+    def settle(self) -> None:
+        """Give back what threads are done with."""
+        while self._exported:
+            self._exporting -= 1
+            self._give_back([self._exported.popleft()])
+        for arrival in [a for a in self._ending if self._loader.ready(a.load)]:
+            self._ending.remove(arrival)
+            self._give_back(arrival.pages)
+
+    def flush(self) -> None:
+        """Wait until everything is written; for tests and orderly ends."""
+        self._copier.submit(lambda: None).result()
+        self._loader.flush()
+        self.settle()
+
+    def close(self) -> None:
+        """Write what waits, and close the store."""
+        self._copier.shutdown()
+        self._loader.close()
+
+    def _give_back(self, blocks: Sequence[list[Pages | None]]) -> None:
+        for pages in reversed(blocks):
+            for group in self._stored:
+                self._let_go(group, pages[group] or [])

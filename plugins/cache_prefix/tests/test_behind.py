@@ -60,10 +60,13 @@ def test_other_weights_and_page_sizes_never_match(
     from deepinfer_core.testing.tiny import write_tiny_model
 
     store = DiskConfig(directory=str(tmp_path / "kv"))
-    make("full", kv_store=store).run(tokens(70))
     models["tuned"] = write_tiny_model(tmp_path / "tuned", seed=1)
-    assert make("tuned", kv_store=store).run(tokens(70)).cached_tokens == 0
-    assert make("full", kv_store=store, page_size=16).run(tokens(70)).cached_tokens == 0
+    found = {}
+    for model, page_size in (("full", 8), ("tuned", 8), ("full", 16), ("full", 8)):
+        runner = make(model, kv_store=store, page_size=page_size)
+        found[model, page_size] = runner.run(tokens(70)).cached_tokens
+        runner.engine.close()
+    assert found == {("full", 8): 64, ("tuned", 8): 0, ("full", 16): 0}
 
 
 def test_an_exact_request_loads_nothing_bounded(make: Any, tokens: Tokens) -> None:

@@ -16,7 +16,6 @@ from deepinfer_core.interfaces.cache import CacheContext
 from deepinfer_core.interfaces.kv_store import StoredPage
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.log import get_logger
-from deepinfer_prefix.keys import block_key
 from deepinfer_prefix.rules import Rules
 from deepinfer_prefix.store import PageStore
 from deepinfer_prefix.tiers.loader import Load, PageLoader
@@ -132,13 +131,16 @@ class Behind:
         ]
         if not blocks or not self._store.make_room(counts):
             return None
+        nodes, node = [], parent
+        for tokens in blocks:  # by themselves: nothing is known of them yet but their names
+            node = Node(node, tokens, (), [])
+            nodes.append(node)
         arrival = Arrival(parent, blocks, [self._take_pages() for _ in blocks])
-        keys, key = [], parent.key
-        for tokens in blocks:
-            key = block_key(key, tokens)
-            keys.append(key)
         arrival.load = self._loader.load(
-            keys, exact_only=True, deliver=lambda at, page: self._import(arrival.pages[at], page)
+            [node.key for node in nodes],
+            contents=[node.content for node in nodes],
+            exact_only=True,
+            deliver=lambda at, page: self._import(arrival.pages[at], page),
         )
         return arrival
 

@@ -17,6 +17,11 @@ Ask = Callable[[bytes, bytes], PageStatus]
 """``KvStore.explain`` of some store: key and content to status."""
 
 
+def no_content() -> hashlib.blake2b:
+    """The digest of no tokens, to be updated with those of each block."""
+    return hashlib.blake2b(digest_size=CONTENT_BYTES, person=b"deepinfer tokens")
+
+
 def contents(tokens: bytes, block_tokens: int) -> Iterator[bytes]:
     """Digests of the tokens up to the end of each full block, for ``StoredPage.content``.
 
@@ -27,10 +32,7 @@ def contents(tokens: bytes, block_tokens: int) -> Iterator[bytes]:
         tokens: token ids, four bytes each, little-endian.
         block_tokens: tokens of a block.
     """
-    state, size = (
-        hashlib.blake2b(digest_size=CONTENT_BYTES, person=b"deepinfer tokens"),
-        4 * block_tokens,
-    )
+    state, size = no_content(), 4 * block_tokens
     for start in range(0, len(tokens) - size + 1, size):
         state.update(tokens[start : start + size])
         yield state.copy().digest()

@@ -8,12 +8,14 @@ approximations; without cuts on its path a node is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from attrs import define
 
 from deepinfer_core.interfaces.cache import Cut
+from deepinfer_prefix.explain import no_content
 from deepinfer_prefix.keys import block_key, cut_bytes, root_key
 
 Pages = list[int]
@@ -51,7 +53,7 @@ class Node:
         self.cuts: Cuts = parent.cuts + cuts if parent else cuts
         self.refs, self.is_entry, self.is_alive = 0, False, True
         self._key: bytes | None = None
-        self._content: bytes | None = None
+        self._content: hashlib.blake2b | None = None
 
     @property
     def start(self) -> int:
@@ -61,19 +63,36 @@ class Node:
     @property
     def key(self) -> bytes:
         """Its name in stores; computed when somebody asks."""
-        if self._key is None:
-            assert self.parent is not None  # roots are made with a key
-            cuts = b"".join(cut_bytes(cut.at, cut.start) for cut in self.own_cuts)
-            self._key = block_key(self.parent.key, self.tokens, cuts)
+        for node in self._up_to(lambda node: node._key is not None):
+            assert node.parent is not None  # roots are made with a key
+            assert node.parent._key is not None
+            cuts = b"".join(cut_bytes(cut.at, cut.start) for cut in node.own_cuts)
+            node._key = block_key(node.parent._key, node.tokens, cuts)
+        assert self._key is not None
         return self._key
 
     @property
     def content(self) -> bytes:
-        """Digest of the tokens up to its end, whoever they belong to."""
-        if self._content is None:
-            before = self.parent.content if self.parent is not None else root_key("", "")
-            self._content = block_key(before, self.tokens) if self.parent is not None else before
-        return self._content
+        """Digest of the tokens up to its end, whoever they belong to, for explanations."""
+        for node in self._up_to(lambda node: node._content is not None):
+            before = node.parent._content if node.parent is not None else None
+            node._content = before.copy() if before is not None else no_content()
+            node._content.update(node.tokens)
+        assert self._content is not None
+        return self._content.digest()
+
+    def _up_to(self, is_done: Callable[[Node], bool]) -> list[Node]:
+        """This node and those before it as far as something is still to be done, first ones first.
+
+        Without recursion: paths have thousands of nodes.
+        """
+        todo, node = [], self
+        while not is_done(node):
+            todo.append(node)
+            if node.parent is None:
+                break
+            node = node.parent
+        return todo[::-1]
 
     def path(self) -> Iterator[Node]:
         """This node and those before it, without the root."""

@@ -229,22 +229,19 @@ class Segment:
         Raises:
             OSError: the disk failed.
         """
-        raw = memoryview(bytearray(HEADER_BYTES + size))
-        done = 0
-        while done < len(raw):
-            count = os.preadv(self._descriptor, [raw[done:]], offset + done)
-            if not count:
+        raw = os.pread(self._descriptor, HEADER_BYTES + size, offset)
+        while len(raw) < HEADER_BYTES + size:
+            more = os.pread(self._descriptor, HEADER_BYTES + size - len(raw), offset + len(raw))
+            if not more:
                 return None
-            done += count
-        record, data = (
-            unpack_record(bytes(raw[:HEADER_BYTES]), self.namespace_id),
-            raw[HEADER_BYTES:],
-        )
+            raw += more
+        record, data = unpack_record(raw[:HEADER_BYTES], self.namespace_id), memoryview(raw)
+        data = data[HEADER_BYTES:]
         if record is None or not record.live or record.key != key or record.size != size:
             return None
         if _sum(data, key) != record.checksum:
             return None
-        return record, data.toreadonly()
+        return record, data
 
     def scan(self, offset: int = HEADER_BYTES) -> Iterator[tuple[int, Record]]:
         """Walk over whole records from ``offset`` on, up to the first that is torn.

@@ -29,9 +29,24 @@ MODELS: dict[str, dict[str, Any]] = {
             "full_attention",
         ],
     },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 4,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "windows": {"architectures": ["MistralForCausalLM"], "sliding_window": WINDOW},
 }
-"""Tiny models: full attention only, two layers of each, windows only."""
+"""Tiny models: full attention only, three with two layers of each, windows only."""
 
 
 @pytest.fixture(scope="session")

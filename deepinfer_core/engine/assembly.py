@@ -84,7 +84,13 @@ def plan_ops(plan: Plan, dtype: str, device_type: str, *, invariant: bool) -> tu
     """
     context = KernelsContext(device_type=device_type)
     sets = [(part.name, part.build(context).providers()) for part in plan.parts_of(Slot.KERNELS)]
-    facts = OpFacts(device_type=device_type, dtype=dtype, batch_invariant=invariant)
+    attention = plan.part(Slot.ATTENTION)
+    facts = OpFacts(
+        device_type=device_type,
+        dtype=dtype,
+        batch_invariant=invariant,
+        attention="" if attention is None else attention.name,
+    )
     return choose(sets, facts)
 
 

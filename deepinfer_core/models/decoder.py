@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.interfaces.attention import AttentionParams
+from deepinfer_core.interfaces.kernels import DecoderLayerWeights, DecoderWeights
 from deepinfer_core.interfaces.model import (
     BuildRequest,
     Model,
@@ -103,12 +104,12 @@ class DenseFeedForward:
     def __init__(self, decoder: DecoderConfig, base: str, load: WeightLoader, ops: Any) -> None:
         self._linear, self._silu_mul = ops.linear.run, ops.silu_mul.run
         names = f"{base}mlp.gate_proj", f"{base}mlp.up_proj"
-        self._gate_up = load.linear(*names, bias=decoder.mlp_bias)
-        self._down = load.linear(f"{base}mlp.down_proj", bias=decoder.mlp_bias)
+        self.gate_up = load.linear(*names, bias=decoder.mlp_bias)
+        self.down = load.linear(f"{base}mlp.down_proj", bias=decoder.mlp_bias)
 
     def run(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
-        out: Tensor = self._linear(self._silu_mul(self._linear(x, self._gate_up)), self._down)
+        out: Tensor = self._linear(self._silu_mul(self._linear(x, self.gate_up)), self.down)
         return out
 
 
@@ -153,8 +154,25 @@ class DecoderLayer:
             else None
         )
         make = ExpertFeedForward if decoder.experts[index] else DenseFeedForward
-        self.feed_forward = make(decoder, base, load, ops)
+        self.feed_forward: DenseFeedForward | ExpertFeedForward = make(decoder, base, load, ops)
         self._params = AttentionParams(scale=decoder.head_dim**-0.5, window=decoder.windows[index])
+
+    def weights(self) -> DecoderLayerWeights | None:
+        """The layer for op "decoder_layers", or None where it routes to experts."""
+        if not isinstance(self.feed_forward, DenseFeedForward):
+            return None
+        norms = self._head_norms
+        return DecoderLayerWeights(
+            input_norm=self.input_norm,
+            middle_norm=self.middle_norm,
+            head_norms=None if norms is None else (norms[0], norms[1]),
+            qkv=self._qkv,
+            output=self._output,
+            gate_up=self.feed_forward.gate_up,
+            down=self.feed_forward.down,
+            use_rope=self._decoder.use_rope[self.index],
+            params=self._params,
+        )
 
     def attention(
         self, step: StepContext, x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | None
@@ -190,16 +208,38 @@ class Decoder:
         load = WeightLoader(request)
         self.spec = request.spec
         self._ops, self._eps = ops, decoder.norm_eps
-        table = load.tensor("model.embed_tokens.weight")
-        self._embedding = ops.embedding.prepare(table)
-        head = table if decoder.tied else load.tensor("lm_head.weight")
-        self._head = ops.linear.prepare(head, None)
+        self._embedding, self._head = load.ends(tied=decoder.tied)
         self._layers = [
             DecoderLayer(decoder, index, load, ops) for index in range(decoder.num_layers)
         ]
         self._norm = load.tensor("model.norm.weight")
         cos, sin = tables(decoder.rope, request.spec.max_position)
         self._cos, self._sin = cos.to(request.device), sin.to(request.device)
+        self._fused = ops.optional("decoder_layers")
+        self._handle = self._fused and self._prepare_fused(decoder)
+
+    def _prepare_fused(self, decoder: DecoderConfig) -> Any:
+        layers = [layer.weights() for layer in self._layers]
+        dense = tuple(layer for layer in layers if layer is not None)
+        if len(dense) < len(layers):
+            return None
+        groups = {layer: i for i, group in enumerate(self.spec.groups) for layer in group.layers}
+        return self._fused.prepare(
+            DecoderWeights(
+                embedding=self._embedding,
+                layers=dense,
+                final_norm=self._norm,
+                cos=self._cos,
+                sin=self._sin,
+                norm_eps=decoder.norm_eps,
+                hidden_size=decoder.hidden_size,
+                intermediate_size=decoder.intermediate_size,
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.head_dim,
+                groups=tuple(groups[layer] for layer in range(decoder.num_layers)),
+            )
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""
@@ -213,6 +253,13 @@ class Decoder:
 
     def forward(self, step: StepContext) -> Tensor:
         """[num_logits, hidden_size] of the rows whose logits are wanted."""
+        if self._handle is not None:
+            fused: Tensor = self._fused.run(step, self._handle)
+            return fused
+        return self.forward_by_ops(step)
+
+    def forward_by_ops(self, step: StepContext) -> Tensor:
+        """``forward`` op by op: what op "decoder_layers" must compute."""
         cos = self._cos.index_select(0, step.positions)
         sin = self._sin.index_select(0, step.positions)
         add_norm, last = self._ops.add_rms_norm.run, len(self._layers) - 1

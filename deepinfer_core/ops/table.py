@@ -23,6 +23,9 @@ OP_NAMES = (
 )
 """Ops of the core, the keys of ``reference.OPS``; known here without importing torch."""
 
+OPTIONAL_OPS = ("decoder_layers",)
+"""Ops that a model uses where somebody serves them; see ``interfaces.kernels.DecoderLayers``."""
+
 
 @frozen(kw_only=True)
 class OpChoice:
@@ -59,19 +62,26 @@ def choose(
         ((source, provider) for source, providers in sets for provider in providers),
         key=lambda offer: (-offer[1].priority, offer[0], offer[1].name),
     )
-    choices, problems = [], []
-    for op in ops:
+    choices: list[OpChoice] = []
+    problems = []
+    for op in (*ops, *OPTIONAL_OPS):
         winner: tuple[str, OpProvider] | None = None
         refused = []
         for source, provider in offers:
             if provider.op != op:
                 continue
             # Some objections are found by trying, which takes time: who lost anyway is not asked.
-            reason = "lower priority" if winner is not None else _objection(provider, facts)
+            reason = (
+                "lower priority"
+                if winner is not None
+                else _foreign(provider, source, choices) or _objection(provider, facts)
+            )
             if reason is None:
                 winner = source, provider
             else:
                 refused.append((f"{source}/{provider.name}", reason))
+        if winner is None and op in OPTIONAL_OPS:
+            continue
         if winner is None:
             reasons = "; ".join(f"{name}: {why}" for name, why in refused) or "no kernel set has it"
             problems.append(f"{op}: {reasons}")
@@ -90,6 +100,14 @@ def _objection(provider: OpProvider, facts: OpFacts) -> str | None:
     return provider.why_not(facts)
 
 
+def _foreign(provider: OpProvider, source: str, choices: Sequence[OpChoice]) -> str | None:
+    """Why a provider that takes handles of other ops cannot: another set makes them."""
+    for choice in choices:
+        if choice.op in provider.handles_of and choice.source != source:
+            return f"{choice.op} is served by {choice.source}"
+    return None
+
+
 class OpTable:
     """The bound ops, as attributes: ``ops.linear``, ``ops.rms_norm``, ..."""
 
@@ -97,6 +115,14 @@ class OpTable:
         self.choices = tuple(choices)
         for choice in choices:
             setattr(self, choice.op, choice.provider.build(facts))
+
+    def optional(self, op: str) -> Any:
+        """The implementation of an op of ``OPTIONAL_OPS``, or None."""
+        return vars(self).get(op)
+
+    def same_set(self, *ops: str) -> bool:
+        """Whether one kernel set serves all of these ops and so knows the handles of each."""
+        return len({choice.source for choice in self.choices if choice.op in ops}) == 1
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no op named {name!r} is bound")

@@ -6,7 +6,7 @@ cache, executor) without scheduling and sampling: a test says itself which rows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from deepinfer_core.components import NoConfig
 from deepinfer_core.interfaces.accelerator import AcceleratorContext
 from deepinfer_core.interfaces.attention import AttentionContext
 from deepinfer_core.interfaces.checkpoint import Checkpoint
-from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
+from deepinfer_core.interfaces.kernels import KernelsContext, KernelSet, OpFacts
 from deepinfer_core.interfaces.model import BuildRequest, Model, ModelFamily
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.ops.table import OpTable, choose
@@ -42,6 +42,8 @@ class ModelHarness:
         batch_invariant: whether ops and attention must promise it.
         family: builds the model; None = one of the core's own.
         poison: fill all pages with NaN first, so that a read of what nobody wrote shows.
+        kernels: kernel sets by name, tried before the core's.
+        attention: name and builder of the attention backend; None = the core's.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class ModelHarness:
         batch_invariant: bool = True,
         family: ModelFamily | None = None,
         poison: bool = True,
+        kernels: Mapping[str, KernelSet] | None = None,
+        attention: tuple[str, Callable[[Any, AttentionContext], Any]] | None = None,
     ) -> None:
         checkpoint = SafetensorsCheckpoint(source) if isinstance(source, Path) else source
         family = family or core_family(checkpoint.config)
@@ -62,10 +66,14 @@ class ModelHarness:
         accelerator = cpu.build(
             CpuConfig(), AcceleratorContext(num_threads=torch.get_num_threads(), overlap=False)
         )
-        facts = OpFacts(device_type="cpu", dtype=dtype, batch_invariant=batch_invariant)
-        kernels = torch_kernels.build(NoConfig(), KernelsContext(device_type="cpu"))
-        self.ops = choose([("torch", kernels.providers())], facts)
-        attention: Any = paged_attention.build(
+        name, build_attention = attention or ("paged", paged_attention.build)
+        facts = OpFacts(
+            device_type="cpu", dtype=dtype, batch_invariant=batch_invariant, attention=name
+        )
+        plain = torch_kernels.build(NoConfig(), KernelsContext(device_type="cpu"))
+        sets = {"torch": plain, **(kernels or {})}
+        self.ops = choose([(name, made.providers()) for name, made in sets.items()], facts)
+        backend: Any = build_attention(
             NoConfig(),
             AttentionContext(
                 groups=spec.groups,
@@ -88,14 +96,12 @@ class ModelHarness:
                 )
             )
         self.spec = spec
-        storages = [
-            attention.allocate(group, num_pages, accelerator.device) for group in spec.groups
-        ]
+        storages = [backend.allocate(group, num_pages, accelerator.device) for group in spec.groups]
         if poison:
             for storage, group in zip(storages, spec.groups, strict=True):
                 for page in range(num_pages):
                     storage.import_page(page, b"\xff" * group.bytes_per_page)
-        self.executor = LocalExecutor(accelerator, self.model, attention, storages)
+        self.executor = LocalExecutor(accelerator, self.model, backend, storages)
         self.cache = pages.PagesCache(spec.groups, [num_pages] * len(spec.groups))
         self._tokens: dict[int, list[int]] = {}
         self._steps = 0

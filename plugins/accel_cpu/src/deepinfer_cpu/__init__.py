@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from attrs import field, frozen, validators
+
 from deepinfer_core import Component, Feature, Priority, hookimpl
 
 DEEPINFER_API = 1
+
+LEVELS = ("portable", "avx2", "avx512", "amx")
+
+
+@frozen(kw_only=True)
+class KernelsConfig:
+    """Options of kernel set ``cpu``.
+
+    Attributes:
+        level: instruction level ("portable", "avx2", "avx512", "amx"); "" = the best that runs
+            here.
+    """
+
+    level: str = field(default="", validator=validators.in_(("", *LEVELS)))
 
 
 def _why_not() -> str | None:
     from deepinfer_cpu.library import why_not
 
     return why_not()
+
+
+def _build_kernels(config: Any, context: Any) -> Any:
+    from deepinfer_cpu.kernels import build
+
+    return build(config, context)
 
 
 def _attention_why_not(facts: Any) -> str | None:
@@ -25,6 +47,21 @@ def _build_attention(config: Any, context: Any) -> Any:
     from deepinfer_cpu.attention import build
 
     return build(config, context)
+
+
+@hookimpl
+def deepinfer_kernels() -> tuple[Component[Any], ...]:
+    """Offer core's ops in native code."""
+    return (
+        Component(
+            name="cpu",
+            build=_build_kernels,
+            config_type=KernelsConfig,
+            available=_why_not,
+            priority=Priority.SPECIALIZED,
+            summary="ops in native code, weights of 4 and 8 bits as stored",
+        ),
+    )
 
 
 @hookimpl

@@ -141,29 +141,43 @@ class NativeAttention:
         """Memory and constants of one layer, made once."""
         key = layer, id(storage), params
         if key not in self._layers:
-            made = self._constants(storage.group, params)
-            for name, address in storage.pointers(layer).items():
-                setattr(made, name, address)
-            sinks = None
-            if params.sinks is not None:
-                sinks = params.sinks.detach().to(torch.float32).contiguous()
-                made.sinks = sinks.data_ptr()
+            made, sinks = layer_struct(layer, storage, params, self._context.num_query_heads)
             # The storage is kept, so that no other one gets its id.
             self._layers[key] = made, (storage, sinks)
         return self._layers[key][0]
 
     def _constants(self, group: CacheGroupSpec, params: AttentionParams) -> AttentionLayer:
-        return AttentionLayer(
-            scale=params.scale,
-            softcap=params.softcap,
-            window=params.window,
-            kv_type=KV_TYPES[group.dtype],
-            page_size=group.page_size,
-            num_query_heads=self._context.num_query_heads,
-            num_kv_heads=group.num_kv_heads,
-            key_dim=group.key_dim,
-            value_dim=group.value_dim,
-        )
+        return _constants(group, params, self._context.num_query_heads)
+
+
+def layer_struct(
+    layer: int, storage: KvStorage, params: AttentionParams, num_query_heads: int
+) -> tuple[AttentionLayer, Any]:
+    """Memory and constants of one layer, and what must be kept as long as they are used."""
+    made = _constants(storage.group, params, num_query_heads)
+    for name, address in storage.pointers(layer).items():
+        setattr(made, name, address)
+    sinks = None
+    if params.sinks is not None:
+        sinks = params.sinks.detach().to(torch.float32).contiguous()
+        made.sinks = sinks.data_ptr()
+    return made, sinks
+
+
+def _constants(
+    group: CacheGroupSpec, params: AttentionParams, num_query_heads: int
+) -> AttentionLayer:
+    return AttentionLayer(
+        scale=params.scale,
+        softcap=params.softcap,
+        window=params.window,
+        kv_type=KV_TYPES[group.dtype],
+        page_size=group.page_size,
+        num_query_heads=num_query_heads,
+        num_kv_heads=group.num_kv_heads,
+        key_dim=group.key_dim,
+        value_dim=group.value_dim,
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

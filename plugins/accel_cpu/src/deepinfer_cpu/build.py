@@ -25,6 +25,7 @@ RECORD = "build.json"
 
 _COMMON = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra",
+    "-Wno-psabi",
     # Rounding must not depend on what the compiler finds worth contracting or reordering.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
@@ -127,14 +128,13 @@ def _run(command: tuple[str, ...]) -> None:
         raise BuildError(f"{command[0]} failed:\n{done.stderr.strip()[-2000:]}")
 
 
-def main() -> int:
-    """Build in place and say what was built."""
-    built = build()
-    for level in LEVELS:
-        said = built.libraries.get(level) or built.reasons[level]
+def main(levels: Sequence[str]) -> int:
+    """Build in place, all levels or those named, and say what was built."""
+    built = build(levels=levels or tuple(LEVELS))
+    for level, said in {**built.libraries, **built.reasons}.items():
         sys.stdout.write(f"{level:10} {said}\n")
     return 0 if built.libraries else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

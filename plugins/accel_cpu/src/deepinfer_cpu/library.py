@@ -9,6 +9,25 @@ from functools import cache
 from deepinfer_core.errors import CompositionError
 from deepinfer_cpu.build import LEVELS, LIBRARIES, RECORD, sources_digest
 
+_P, _I, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "di_level": (ctypes.c_char_p, ()),
+    "di_levels": (_N, ()),
+    "di_set_threads": (None, (_N,)),
+    "di_num_threads": (_N, ()),
+    "di_packed_bytes": (_I, (_P,)),
+    "di_pack": (None, (_P, _P)),
+    "di_linear": (None, (_P, _P, _I, _I, _P, _I)),
+    "di_embedding": (None, (_P, _P, _I, _P)),
+    "di_rms_norm": (None, (_P, _I, _P, _F, _I, _I, _P)),
+    "di_add_rms_norm": (None, (_P, _I, _P, _I, _P, _F, _I, _I, _P)),
+    "di_rope": (None, (_P, _I, _I, _P, _P, _I, _I, _I, _I, _P)),
+    "di_decoder": (None, (_P, _P)),
+    "di_silu_mul": (None, (_P, _I, _I, _I, _P)),
+}
+"""Entry point -> (result, arguments); ctypes would pass whole numbers as 32 bits otherwise."""
+
 REMEDY = "run `python -m deepinfer_cpu.build`"
 
 
@@ -52,8 +71,14 @@ def load(level: str = "") -> ctypes.CDLL:
         reason = f"level {level!r} is not one of {', '.join(runnable())}"
     if reason is not None:
         raise CompositionError(f"deepinfer-cpu: {reason}")
-    library = ctypes.CDLL(str(LIBRARIES / f"{level or runnable()[-1]}.so"))
-    library.di_level.restype = ctypes.c_char_p
+    return declared(ctypes.CDLL(str(LIBRARIES / f"{level or runnable()[-1]}.so")))
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with every entry point's types told to ctypes."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
 
 

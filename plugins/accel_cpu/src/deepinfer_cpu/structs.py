@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
 
 
 class AttentionPlan(ctypes.Structure):
@@ -43,4 +44,81 @@ class AttentionLayer(ctypes.Structure):
         ("key_dim", c_int32),
         ("value_dim", c_int32),
         ("reserved", c_int32),
+    )
+
+
+class Format(IntEnum):
+    """``di::Format`` of ``linear.h``; in lower case the names of core's packed formats."""
+
+    Q4_0 = 0
+    Q4_1 = 1
+    Q8_0 = 2
+    BF16 = 3
+    F32 = 4
+
+
+class Linear(ctypes.Structure):
+    """``di::Linear`` of ``linear.h``: a weight in panels."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """``di::DecoderLayer`` of ``decoder.h``."""
+
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("middle_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv", c_void_p),
+        ("output", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("attention", c_void_p),
+        ("group", c_int32),
+        ("use_rope", c_int32),
+    )
+
+
+class Decoder(ctypes.Structure):
+    """``di::Decoder`` of ``decoder.h``: all layers."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("num_layers", c_int64),
+        ("hidden", c_int64),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("intermediate", c_int64),
+        ("half", c_int64),
+        ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class Step(ctypes.Structure):
+    """``di::Step`` of ``decoder.h``: one forward pass."""
+
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("plans", c_void_p),
+        ("wanted", c_void_p),
+        ("taps", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("num_wanted", c_int64),
     )

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention_kernels.h"
+#include "scratch.h"
 
 namespace di {
 namespace {
@@ -465,6 +466,7 @@ DI_EXPORT int64_t di_attention_scratch(const di::AttentionLayer* layer,
 DI_EXPORT void di_attend(const di::AttentionLayer* layer, const di::AttentionPlan* plan,
                          const float* q, int64_t q_stride, const float* k, int64_t k_stride,
                          const float* v, int64_t v_stride, float* out, int64_t out_stride) {
+  di::Call call;
   di::together([&](di::Team& team) {
     if (k) {
       const int64_t count = plan->num_tokens;

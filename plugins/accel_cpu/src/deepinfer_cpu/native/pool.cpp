@@ -1,8 +1,12 @@
 #include "pool.h"
 
+#include "scratch.h"
+
 #include <condition_variable>
+#include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -16,7 +20,7 @@ namespace di {
 namespace {
 
 constexpr int SPINS_IDLE = 4000;     // some 50 us between two calls of one step
-constexpr int SPINS_BARRIER = 20000;  // then yield: somebody else may need the core
+constexpr int SPINS_BARRIER = 500;  // then yield: somebody else, maybe a helper, needs the core
 
 struct Job {
   void (*work)(void*, Team&) = nullptr;
@@ -93,9 +97,14 @@ class Pool {
   Job job_;
 };
 
-// One team computes at a time, whichever Python thread asks.
 std::mutex entrance;
 std::unique_ptr<Pool> pool;
+
+struct Slot {
+  void* memory = nullptr;
+  int64_t bytes = 0;
+};
+std::vector<Slot> slots;
 
 }  // namespace
 
@@ -121,7 +130,6 @@ void Team::barrier() {
 }
 
 void run_team(void (*work)(void*, Team&), void* context) {
-  std::lock_guard<std::mutex> hold(entrance);
   if (!pool || pool->size() == 1) {
     Shared shared;
     Team team(&shared, 0, 1);
@@ -129,6 +137,23 @@ void run_team(void (*work)(void*, Team&), void* context) {
     return;
   }
   pool->run(work, context);
+}
+
+Call::Call() { entrance.lock(); }
+Call::~Call() { entrance.unlock(); }
+
+void* Call::bytes(int64_t count) {
+  if (next_ == slots.size()) slots.emplace_back();
+  Slot& slot = slots[next_++];
+  if (slot.bytes < count) {
+    std::free(slot.memory);
+    slot = {};
+    const int64_t rounded = (count + count / 4 + 63) / 64 * 64;
+    slot.memory = std::aligned_alloc(64, size_t(rounded));
+    if (!slot.memory) throw std::bad_alloc();
+    slot.bytes = rounded;
+  }
+  return slot.memory;
 }
 
 int num_threads() { return pool ? pool->size() : 1; }

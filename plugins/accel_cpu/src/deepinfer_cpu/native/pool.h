@@ -37,7 +37,8 @@ class Team {
   int64_t local_ = 0;
 };
 
-// Run `work(context, team)` on every thread of the pool, this one included, and wait for all.
+// Run `work(context, team)` on every thread of the pool, this one included, and wait for all. Only
+// within a `Call` (scratch.h), which keeps other Python threads out.
 void run_team(void (*work)(void*, Team&), void* context);
 
 // The same for a callable.

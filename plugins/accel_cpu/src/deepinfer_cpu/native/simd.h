@@ -25,7 +25,15 @@ inline f32v load(const float* p) {
 
 inline void store(float* p, f32v v) { std::memcpy(p, &v, sizeof v); }
 
-inline f32v splat(float x) { return f32v{} + x; }
+inline f32v splat(float x) {
+#if DI_AVX512
+  return (f32v)_mm512_set1_ps(x);
+#elif DI_AVX2
+  return (f32v)_mm256_set1_ps(x);
+#else
+  return f32v{x, x, x, x, x, x, x, x};
+#endif
+}
 
 inline f32v fma(f32v a, f32v b, f32v c) {
 #if DI_AVX512

@@ -1,0 +1,87 @@
+// A product shared out among a team, and what happens to each finished piece.
+#pragma once
+
+#include <algorithm>
+
+#include "linear.h"
+#include "scratch.h"
+
+namespace di {
+
+constexpr int64_t BLOCK = 64;  // rows that are multiplied with a panel at a time
+
+void multiply_integer(const Linear&, const Rows&, int64_t, int64_t, int64_t, float*, void*);
+void multiply_float(const Linear&, const Rows&, int64_t, int64_t, int64_t, float*, void*);
+
+// Memory for rows as a product wants them, and for what each thread needs besides.
+struct Workspace {
+  int16_t* quants;
+  float* scales;
+  float* sums;
+  float* floats;
+  uint8_t* rooms;
+  float* pieces;
+  int64_t room;
+
+  Workspace(Call& call, int64_t rows, int64_t widest, int threads)
+      : quants(call.take<int16_t>(rows * widest)),
+        scales(call.take<float>(rows * (widest / GROUP + 1))),
+        sums(call.take<float>(rows * (widest / GROUP + 1))),
+        floats(call.take<float>(rows * widest)),
+        rooms(call.take<uint8_t>(threads * ((room_bytes(widest) + 63) / 64 * 64))),
+        pieces(call.take<float>(threads * 4 * BLOCK * PANEL)),
+        room((room_bytes(widest) + 63) / 64 * 64) {}
+
+  Rows rows(int64_t count, int64_t k) const { return {floats, k, quants, scales, sums, count}; }
+  void* room_of(const Team& team) const { return rooms + team.rank * room; }
+  float* pieces_of(const Team& team) const { return pieces + team.rank * 4 * BLOCK * PANEL; }
+
+  // Take a row in, in the form that the linear multiplies.
+  void put(const Linear& linear, int64_t row, const float* x) const {
+    const int64_t k = linear.k, groups = k / GROUP;
+    if (is_integer(linear.format))
+      quantize_row(x, k, quants + row * k, scales + row * groups, sums + row * groups);
+    else
+      std::memcpy(floats + row * k, x, size_t(k) * 4);
+  }
+};
+
+inline void multiply_panel(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
+                           int64_t last, float* out, void* room) {
+  if (is_integer(linear.format))
+    multiply_integer(linear, rows, panel, first, last, out, room);
+  else
+    multiply_float(linear, rows, panel, first, last, out, room);
+  if (!linear.bias) return;
+  const int64_t begin = panel * PANEL, count = std::min<int64_t>(PANEL, linear.n - begin);
+  for (int64_t row = 0; row < last - first; row++)
+    for (int64_t i = 0; i < count; i++) out[row * PANEL + i] += linear.bias[begin + i];
+}
+
+// Call `work(block's first row, its end, unit)` for every block of rows and unit, each once.
+template <typename F>
+inline void share(Team& team, int64_t rows, int64_t units, F&& work) {
+  const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+  const int64_t chunk = std::max<int64_t>(1, units / (team.size * 8));
+  const int64_t chunks = (units + chunk - 1) / chunk;
+  for (int64_t item = team.next(); item < blocks * chunks; item = team.next()) {
+    const int64_t first = item / chunks * BLOCK, begin = item % chunks * chunk;
+    for (int64_t unit = begin; unit < std::min(begin + chunk, units); unit++)
+      work(first, std::min(first + BLOCK, rows), unit);
+  }
+}
+
+// rows x linear; `finish(row, first output, count, values)` gets each finished piece once.
+template <typename F>
+inline void product(const Linear& linear, const Rows& rows, const Workspace& space, Team& team,
+                    F&& finish) {
+  share(team, rows.count, linear.num_panels(), [&](int64_t first, int64_t last, int64_t panel) {
+    float* piece = space.pieces_of(team);
+    multiply_panel(linear, rows, panel, first, last, piece, space.room_of(team));
+    const int64_t begin = panel * PANEL, count = std::min<int64_t>(PANEL, linear.n - begin);
+    for (int64_t row = first; row < last; row++)
+      finish(row, begin, count, piece + (row - first) * PANEL);
+  });
+}
+
+}  // namespace di

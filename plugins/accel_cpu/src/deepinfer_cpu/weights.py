@@ -1,0 +1,62 @@
+"""Weights in panels: repacked once at load, multiplied by the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_core.checkpoint.tensors import PackedTensor
+from deepinfer_cpu.structs import Format, Linear
+
+PACKED_FORMATS = ("q4_0", "q4_1", "q8_0")
+"""Block formats whose rows are repacked as they are."""
+
+GROUP = 32
+
+
+class PackedWeight:
+    """One weight in panels, with the memory that its native struct points to.
+
+    Attributes:
+        struct: what the kernels take by reference.
+        n: outputs.
+        k: inputs.
+        format: how the weights are kept.
+    """
+
+    def __init__(self, library: Any, format: Format, rows: Tensor, shape: tuple[int, int],
+                 bias: Tensor | None) -> None:  # fmt: skip
+        self.n, self.k = shape
+        self.format = format
+        self._bias = None if bias is None else bias.float().contiguous()
+        self.struct = Linear(
+            n=self.n, k=self.k, format=format,
+            bias=None if self._bias is None else self._bias.data_ptr(),
+        )  # fmt: skip
+        self.reference = ctypes.byref(self.struct)
+        size = library.di_packed_bytes(self.reference)
+        self._panels = torch.empty(size + 64, dtype=torch.uint8)
+        self.struct.panels = -(-self._panels.data_ptr() // 64) * 64
+        library.di_pack(self.reference, rows.data_ptr())
+
+
+def pack(library: Any, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> PackedWeight:
+    """Repack a weight as stored, or a dense one: bfloat16 as it is, everything else as float32.
+
+    Args:
+        library: the native library.
+        weight: [outputs, inputs]; a packed one in a format of ``PACKED_FORMATS``.
+        bias: [outputs] or None.
+    """
+    if isinstance(weight, PackedTensor):
+        outputs, inputs = weight.shape
+        rows = weight.data.contiguous()
+        return PackedWeight(library, Format[weight.format.upper()], rows, (outputs, inputs), bias)
+    outputs, inputs = weight.shape
+    narrow = weight.dtype == torch.bfloat16
+    rows = weight.detach().to(torch.bfloat16 if narrow else torch.float32).contiguous()
+    kind = Format.BF16 if narrow else Format.F32
+    return PackedWeight(library, kind, rows, (outputs, inputs), bias)

@@ -11,6 +11,7 @@ from deepinfer_core.components import Priority
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
 from deepinfer_cpu import library, ops
 from deepinfer_cpu.decoder import NativeDecoderLayers
+from deepinfer_cpu.weights import PACKED_FORMATS
 
 
 def objection(facts: OpFacts) -> str | None:
@@ -19,8 +20,8 @@ def objection(facts: OpFacts) -> str | None:
         return f"runs on cpu, not {facts.device_type}"
     if facts.dtype not in ("float32", "bfloat16"):
         return f"float32 or bfloat16 only, not {facts.dtype}"
-    if facts.weight_format not in ("dense", *ops.PACKED_FORMATS):
-        return f"weights as they are, or {', '.join(ops.PACKED_FORMATS)}; not {facts.weight_format}"
+    if facts.weight_format not in ("dense", *PACKED_FORMATS):
+        return f"weights as they are, or {', '.join(PACKED_FORMATS)}; not {facts.weight_format}"
     return None
 
 

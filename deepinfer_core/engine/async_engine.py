@@ -237,6 +237,19 @@ class AsyncEngine:
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.wait()
 
+    async def prepare(self, params: SamplingParams) -> None:
+        """Wait until what a request will need (its grammar) is compiled.
+
+        Servers call it before they queue a request, so that a bad grammar is a refusal.
+
+        Raises:
+            RequestError: the grammar is bad, or there is nothing that compiles it.
+        """
+        future = self._engine.prepare(params)
+        if future is not None:
+            # Others may wait for the same grammar: whoever leaves must not cancel it.
+            await asyncio.shield(asyncio.wrap_future(future))
+
     async def abort(self, request_id: str) -> bool:
         """End a request; its reader gets a last delta with reason abort.
 

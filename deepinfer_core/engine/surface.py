@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deepinfer_core.interfaces.recipe import Recipe
-from deepinfer_core.requests import Delta, Request, RequestOutput
+from deepinfer_core.requests import Delta, Request, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
@@ -65,6 +66,14 @@ class EngineSurface(Protocol):
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
         """Token ids of a conversation, ready to be answered."""
+        ...
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Start to compile what a request will need; may be called from any thread.
+
+        What is returned ends when that is there, with a RequestError if it is bad; None if there is
+        nothing to wait for. Raises a RequestError for what cannot be had at all.
+        """
         ...
 
     def submit(self, request: Request) -> None:

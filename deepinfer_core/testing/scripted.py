@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from attrs import define, field, frozen
@@ -21,6 +22,7 @@ from deepinfer_core.requests import (
     Output,
     Request,
     RequestOutput,
+    SamplingParams,
     TokenLogprob,
 )
 
@@ -129,6 +131,24 @@ class ScriptedEngine:
         """``role:content`` lines."""
         text = "\n".join(f"{message['role']}:{message.get('content', '')}" for message in messages)
         return self.tokenizer.encode(text)
+
+    def prepare(self, params: SamplingParams) -> Future[Any] | None:
+        """Compile grammars that are not "bad", at once.
+
+        Raises:
+            RequestError: the source is "impossible".
+        """
+        structured = params.structured
+        if structured is None:
+            return None
+        if structured.source == "impossible":
+            raise RequestError("nothing compiles grammars here")
+        future: Future[Any] = Future()
+        if structured.source == "bad":
+            future.set_exception(RequestError("the grammar is bad"))
+        else:
+            future.set_result(None)
+        return future
 
     def submit(self, request: Request) -> None:
         """Queue a request, as `Engine.submit`."""

@@ -27,6 +27,7 @@ from deepinfer_core.interfaces.wire import (
     StoredResponse,
 )
 from deepinfer_core.requests import Delta, RequestOutput, SamplingParams
+from deepinfer_core.structured import StructuredOutput
 from deepinfer_core.testing.scripted import ScriptedEngine
 from deepinfer_serve.lifecycle import GracefulServer, listen, make_server, url_of
 from deepinfer_serve.options import ServeOptions
@@ -130,10 +131,14 @@ class ToyFormat:
             raise ZeroDivisionError("a secret of the server")
         if (previous := fields.get("previous")) and context.stored(previous) is None:
             raise ProtocolError("there is no previous response", status=404)
+        grammar = fields.get("grammar")
+        structured = StructuredOutput(kind="regex", source=grammar) if grammar else None
         generations = [
             Generation(
                 prompt_token_ids=tuple(prompt.encode("latin-1")),
-                params=SamplingParams(max_tokens=fields.get("max_tokens"), n=fields.get("n", 1)),
+                params=SamplingParams(
+                    max_tokens=fields.get("max_tokens"), n=fields.get("n", 1), structured=structured
+                ),
                 cache_salt=context.cache_salt,
             )
             for prompt in fields.get("prompts", [])

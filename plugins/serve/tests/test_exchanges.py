@@ -97,6 +97,8 @@ def test_what_is_not_wanted_any_more_is_aborted(start: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_come_with_a_status_before_any_event(start: Any, stream: bool) -> None:
     live = start()
+    for grammar in ("bad", "impossible"):
+        assert ask(live, prompts=["x"], grammar=grammar, stream=stream).status_code == 400
     too_long = ask(live, prompts=["x" * 100_000], stream=stream)
     assert too_long.status_code == 400
     assert "toy_error" in too_long.json()

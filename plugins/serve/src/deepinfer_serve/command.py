@@ -129,6 +129,12 @@ def run_server(options: ServeOptions, engine_args: EngineArgs) -> None:
         opened.close()
 
 
+def public_name(model: str) -> str:
+    """Return how clients may call a model: a path's last part; they need not know our folders."""
+    path = Path(model)
+    return path.name.removesuffix(".gguf") or model if path.exists() else model
+
+
 def _engine_of(
     engine_args: EngineArgs,
 ) -> tuple[Callable[[], Engine], str, dict[str, int | None]]:
@@ -148,4 +154,4 @@ def _engine_of(
         facts["max_length"] = engine.spec.max_position
         return engine
 
-    return build, config.model, facts
+    return build, public_name(config.model), facts

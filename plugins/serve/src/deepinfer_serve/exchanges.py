@@ -198,6 +198,8 @@ class Run:
         """
         streams: list[Any] = []
         try:
+            for generation in self._exchange.generations:
+                await self._site.engine.prepare(generation.params)
             for place, generation in enumerate(self._exchange.generations):
                 streams.append(self._start(place, generation))
             for stream in streams:

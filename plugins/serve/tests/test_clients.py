@@ -17,7 +17,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 httpx = pytest.importorskip("httpx")
-pydantic = pytest.importorskip("pydantic")
+pytest.importorskip("pydantic")
+
+from pydantic import BaseModel, Field
 
 KEY = "a-key-that-cannot-be-guessed"
 COMMAND = [sys.executable, "-c", "from deepinfer_core.cli import main; main()"]
@@ -128,16 +130,16 @@ def test_openai_completions(openai: Any) -> None:
     assert answer.usage.completion_tokens <= 10
 
 
-class Place(pydantic.BaseModel):
+class Place(BaseModel):
     country: Literal["France", "Spain", "Japan"]
     coastal: bool
 
 
-class Trip(pydantic.BaseModel):
+class Trip(BaseModel):
     nights: Literal[1, 2, 3]
     place: Place
     second: Place | None
-    tags: list[Literal["sun", "snow"]] = pydantic.Field(max_length=2)
+    tags: list[Literal["sun", "snow"]] = Field(max_length=2)
 
 
 def test_openai_structured_output_of_nested_and_optional_models(openai: Any) -> None:
@@ -151,7 +153,7 @@ def test_openai_structured_output_of_nested_and_optional_models(openai: Any) -> 
     assert isinstance(answer.choices[0].message.parsed, Trip)
 
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -280,7 +282,7 @@ def test_anthropic_tools(anthropic: Any) -> None:
         model="small",
         max_tokens=80,
         messages=[{"role": "user", "content": "What is the weather in Paris?"}],
-        tools=[{"name": "weather", "input_schema": function["parameters"]}],  # type: ignore[index]
+        tools=[{"name": "weather", "input_schema": function["parameters"]}],
         tool_choice={"type": "any"},
         temperature=0,
     )

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
-httpx = pytest.importorskip("httpx")
 pytest.importorskip("pydantic")
 
+import httpx
 from pydantic import BaseModel, Field
+
+pytestmark = pytest.mark.slow
 
 KEY = "a-key-that-cannot-be-guessed"
 COMMAND = [sys.executable, "-c", "from deepinfer_core.cli import main; main()"]

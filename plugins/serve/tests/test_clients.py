@@ -277,7 +277,7 @@ def test_anthropic_counts_tokens_as_it_uses_them(anthropic: Any) -> None:
 
 
 def test_anthropic_tools(anthropic: Any) -> None:
-    function = TOOL["function"]
+    function: Any = TOOL["function"]
     answer = anthropic.messages.create(
         model="small",
         max_tokens=80,

@@ -296,7 +296,8 @@ def test_anthropic_errors_have_their_shape(anthropic: Any) -> None:
 
     with pytest.raises(module.NotFoundError) as missing:
         anthropic.messages.create(model="large", max_tokens=1, messages=QUESTION)
-    assert missing.value.body["type"] == "error"
+    told: Any = missing.value.body
+    assert told["type"] == "error"
     with pytest.raises(module.BadRequestError):
         anthropic.messages.create(model="small", max_tokens=-1, messages=QUESTION)
 

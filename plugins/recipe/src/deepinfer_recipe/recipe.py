@@ -13,8 +13,10 @@ from deepinfer_core.interfaces.wire import WireFormat
 from deepinfer_recipe.config import ChatConfig
 from deepinfer_recipe.kit import Kit, Renderer
 from deepinfer_recipe.render.template import TemplateRenderer
+from deepinfer_recipe.wire.anthropic import CountFormat, MessagesFormat
 from deepinfer_recipe.wire.chat import ChatFormat
 from deepinfer_recipe.wire.completions import CompletionsFormat
+from deepinfer_recipe.wire.responses import ResponsesFormat
 
 _SIGNS = (
     ("<｜DSML｜ calls", "deepseek_v4_1"),
@@ -69,7 +71,13 @@ class ChatRecipe(TemplateRecipe):
     @functools.cached_property
     def _formats(self) -> tuple[WireFormat, ...]:
         kit = Kit(self._tokenizer, self._renderer, self._parser())
-        return (ChatFormat(kit), CompletionsFormat(kit))
+        return (
+            ChatFormat(kit),
+            CompletionsFormat(kit),
+            ResponsesFormat(kit),
+            MessagesFormat(kit),
+            CountFormat(kit),
+        )
 
     def _parser(self) -> Callable[[], Parser]:
         found = self._parsers.get(self._dialect)

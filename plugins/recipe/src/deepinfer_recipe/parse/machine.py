@@ -145,14 +145,18 @@ class Machine:
                 end = len(text) - held
                 if place == end:
                     break
-                place = self._on_text(text, place, end)
-                self.work += end - place
+                place = self._handled(text, place, end)
             elif found.start() > place:
-                place = self._on_text(text, place, found.start())
+                place = self._handled(text, place, found.start())
             else:
                 place = found.end()
                 self._on_mark(watch.meaning[found.group()], found.group())
         self._held = text[place:]
+
+    def _handled(self, text: str, start: int, end: int) -> int:
+        place = self._on_text(text, start, end)
+        self.work += place - start + 1
+        return place
 
     def _flush_newlines(self) -> None:
         if self._newlines:

@@ -153,7 +153,11 @@ class Turn:
     def _events(self, token: Token) -> Sequence[ParsedEvent]:
         if token.token_id in self._followed:
             events = [*self._said(self._detokenizer.finish())]
-            events += self._stream.push_token(token.token_id)
+            marked = self._stream.push_token(token.token_id)
+            text = spelled(self._codec, token.token_id)
+            if any(event.kind is EventKind.TEXT and text in event.text for event in marked):
+                self._pending.append(Token(token.token_id, text, token.logprob))
+            events += marked
             self._detokenizer = self._codec.detokenizer((token.token_id,))
             return events
         text = self._detokenizer.push([token.token_id])
@@ -256,5 +260,5 @@ def _one(codec: Codec, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": spelled(codec, token_id),
         "logprob": finite(logprob),
-        "bytes": list(codec.bytes_of(token_id)),
+        "bytes": list(codec.bytes_of(token_id) or spelled(codec, token_id).encode()),
     }

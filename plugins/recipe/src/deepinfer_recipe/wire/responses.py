@@ -1,0 +1,174 @@
+"""OpenAI Responses: reading, and what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.wire import Fault, Generation, ReadContext
+from deepinfer_core.requests import MAX_LOGPROBS
+from deepinfer_recipe.conversation import AnswerFormat, Conversation, Message
+from deepinfer_recipe.kit import Kit, Prompt
+from deepinfer_recipe.wire import openai, sampling
+from deepinfer_recipe.wire.exchange import Exchange
+from deepinfer_recipe.wire.fields import Fields, read_object
+from deepinfer_recipe.wire.responses_read import input_items, messages_of, read_tools
+from deepinfer_recipe.wire.responses_reply import Echo, ResponsesReply
+
+_IGNORED = (
+    "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "max_tool_calls", "truncation", "stream_options", "context_management",
+)  # fmt: skip
+_REFUSED = ("conversation", "prompt")
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesFormat:
+    """See `deepinfer_core.interfaces.wire.WireFormat`."""
+
+    name = "openai.responses"
+    path = "/v1/responses"
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+
+    def error(self, fault: Fault) -> Mapping[str, Any]:
+        """Return the body of an error."""
+        return openai.error_body(fault)
+
+    def read(self, body: bytes, context: ReadContext) -> Exchange:
+        """Understand a request."""
+        fields = Fields(read_object(body))
+        for name in _REFUSED:
+            if fields.has(name):
+                raise fields.error(name, "is not supported; send input and previous_response_id")
+        model, stream = fields.text("model"), fields.flag("stream")
+        history = _history(fields, context)
+        conversation = self._conversation(fields, history)
+        prompt = self._kit.renderer.prompt(conversation)
+        include = fields.items("include", [])
+        stop = sampling.stop_strings(fields)
+        limit = fields.integer("max_output_tokens", 1)
+        top = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+        params = sampling.params(
+            **sampling.read_common(fields),
+            max_tokens=limit,
+            logprobs=(top or 0) if top or _LOGPROBS in include else None,
+            structured=self._kit.structured(prompt, conversation),
+        )
+        generation = Generation(
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            thinking_limit=self._kit.thinking_limit(
+                prompt, conversation, fields.integer("thinking_budget", 1)
+            ),
+            cache_salt=context.cache_salt,
+        )
+        store, background = fields.flag("store", True), fields.flag("background")
+        if background and not store:
+            raise fields.error("background", "needs store: true")
+        echo = Echo(
+            model=model,
+            background=background,
+            store=store,
+            fields=_echoed(fields, params.temperature, params.top_p),
+            history=history,
+            body=fields,
+        )
+        ignored = [name for name in _IGNORED if fields.has(name)]
+        fields.used(*_IGNORED)
+        return Exchange(
+            model=model,
+            make=partial(self._reply, conversation, prompt, generation, stop, echo),
+            generations=(generation,),
+            stream=stream,
+            background=background,
+            ignored=(*ignored, *fields.unknown()),
+        )
+
+    def _conversation(self, fields: Fields, history: tuple[Any, ...]) -> Conversation:
+        items = [*history, *input_items(fields, history, "new")]
+        messages = messages_of(items)
+        if not messages:
+            raise fields.error("input", "is empty; give at least one message")
+        instructions = fields.text("instructions", None)
+        if instructions:
+            messages.insert(0, Message(role="system", content=instructions))
+        tools, choice = read_tools(fields)
+        reasoning = fields.object("reasoning", None)
+        effort = None
+        if reasoning is not None:
+            effort = reasoning.one_of("effort", openai.EFFORTS, None)
+        return Conversation(
+            messages=tuple(messages),
+            tools=tools,
+            tool_choice=choice,
+            parallel_calls=fields.flag("parallel_tool_calls", True),
+            thinking=None if effort is None else effort != "none",
+            effort=None if effort == "none" else effort,
+            answer=_format(fields),
+        )
+
+    def _reply(
+        self,
+        conversation: Conversation,
+        prompt: Prompt,
+        generation: Generation,
+        stop: tuple[str, ...],
+        echo: Echo,
+        identity: str,
+        created_s: int,
+    ) -> ResponsesReply:
+        turn = self._kit.turn(prompt, conversation, stop)
+        items = tuple(input_items(echo.body, echo.history, identity))
+        return ResponsesReply(identity, created_s, echo, items, turn, generation, self._kit.codec)
+
+
+def _history(fields: Fields, context: ReadContext) -> tuple[Any, ...]:
+    previous = fields.text("previous_response_id", None)
+    if previous is None:
+        return ()
+    stored = context.stored(previous)
+    if stored is None:
+        raise ProtocolError(
+            f"previous response {previous!r} is not stored here; it was not kept, or deleted, or "
+            "its time is over",
+            param="previous_response_id",
+            status=404,
+            code="previous_response_not_found",
+        )
+    return (*stored.input_items, *stored.body["output"])
+
+
+def _format(fields: Fields) -> AnswerFormat | None:
+    text = fields.object("text", None)
+    answer = None if text is None else openai.read_format(text, "format")
+    return answer or openai.read_structured(fields)
+
+
+def _echoed(fields: Fields, temperature: float, top_p: float) -> Mapping[str, Any]:
+    """Return what a response repeats of its request."""
+    text = fields.get("text") or {}
+    reasoning = fields.get("reasoning") or {}
+    return {
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "max_tool_calls": fields.get("max_tool_calls"),
+        "metadata": fields.get("metadata") or {},
+        "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
+        "previous_response_id": fields.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "service_tier": "default",
+        "temperature": temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": [
+            {"strict": False, "description": None, "parameters": None, **tool}
+            for tool in fields.get("tools") or []
+        ],
+        "top_logprobs": fields.get("top_logprobs") or 0,
+        "top_p": top_p,
+        "truncation": "disabled",
+    }

@@ -1,0 +1,113 @@
+"""OpenAI Responses: what comes in, what goes out, what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.wire import Fault
+from deepinfer_core.requests import Delta, FinishReason
+
+NAME = "openai.responses"
+TOOL = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
+TEXT = '<think>Hm</think>Ok<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "input": "Hi", **more}
+
+
+def test_events_and_items(world: Any) -> None:
+    exchange = world.read(NAME, body(tools=[TOOL], instructions="Be.", stream=True))
+    assert world.text(exchange.generations[0].prompt_token_ids).startswith(
+        "<|begin|><|system|>Be.<|end|><|user|>Hi"
+    )
+    reply, events = world.run(exchange, [world.ids(TEXT)], cached=1)
+    names = [event.name.removeprefix("response.") for event in events]
+    assert names == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", *["function_call_arguments.delta"] * 8, "function_call_arguments.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    assert [event.data["sequence_number"] for event in events] == list(range(len(events)))
+    said = reply.body()
+    assert events[-1].data["response"] == said
+    assert [item["type"] for item in said["output"]] == ["reasoning", "message", "function_call"]
+    done = [event.data["item"] for event in events if event.name.endswith("output_item.done")]
+    assert done == said["output"]
+    assert said["usage"]["output_tokens_details"] == {"reasoning_tokens": 3}
+    assert said["usage"]["input_tokens_details"]["cached_tokens"] == 1
+    assert "usage" not in events[0].data["response"]
+
+
+def test_a_conversation_goes_on(world: Any) -> None:
+    first = world.read(NAME, body(tools=[TOOL]))
+    reply, _ = world.run(first, [world.ids(TEXT)])
+    kept = reply.stored()
+    assert kept.identity == "resp_abc"
+    call = kept.body["output"][2]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+    again = world.read(
+        NAME,
+        body(input=[output], previous_response_id="resp_abc", tools=[TOOL]),
+        stored={"resp_abc": kept}.get,
+    )
+    text = world.text(again.generations[0].prompt_token_ids)
+    assert "<|user|>Hi<|end|><|assistant|><think>Hm</think>Ok<tool_call>" in text
+    assert "</tool_call><|end|><|tool|>sunny<|end|>" in text
+    next_reply = again.reply("next", 1)
+    kinds = [item["type"] for item in next_reply.stored().input_items]
+    assert kinds == ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert len({item["id"] for item in next_reply.stored().input_items}) == 5
+    with pytest.raises(ProtocolError) as raised:
+        world.read(NAME, body(previous_response_id="resp_other"))
+    assert (raised.value.status, raised.value.code) == (404, "previous_response_not_found")
+
+
+def test_what_is_not_to_be_stored_is_not(world: Any) -> None:
+    assert world.read(NAME, body(store=False)).reply("a", 1).stored() is None
+
+
+def test_too_short(world: Any) -> None:
+    reply, events = world.run(
+        world.read(NAME, body()), [world.ids("abc")], reason=FinishReason.LENGTH
+    )
+    assert reply.body()["status"] == "incomplete"
+    assert reply.body()["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events[-1].name == "response.incomplete"
+    assert reply.body()["output"][0]["status"] == "incomplete"
+
+
+def test_failures(world: Any) -> None:
+    reply = world.read(NAME, body()).reply("abc", 1)
+    reply.start()
+    reply.push(Delta(request_id="r", token_ids=tuple(world.ids("ab"))))
+    (event,) = reply.fail(Fault(status=500, message="no"))
+    assert event.name == "response.failed"
+    assert event.data["response"]["status"] == "failed"
+    assert event.data["response"]["error"] == {"code": "server_error", "message": "no"}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"conversation": "c"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"background": True, "store": False}, "background"),
+    ],
+)
+def test_refusals(world: Any, change: dict[str, Any], param: str) -> None:
+    with pytest.raises(ProtocolError) as raised:
+        world.read(NAME, body(**change))
+    assert raised.value.param == param

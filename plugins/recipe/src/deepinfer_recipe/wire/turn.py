@@ -153,11 +153,9 @@ class Turn:
     def _events(self, token: Token) -> Sequence[ParsedEvent]:
         if token.token_id in self._followed:
             events = [*self._said(self._detokenizer.finish())]
-            marked = self._stream.push_token(token.token_id)
-            text = spelled(self._codec, token.token_id)
-            if any(event.kind is EventKind.TEXT and text in event.text for event in marked):
-                self._pending.append(Token(token.token_id, text, token.logprob))
-            events += marked
+            events += self._stream.push_token(token.token_id)
+            mark = spelled(self._codec, token.token_id)
+            self._pending.append(Token(token.token_id, mark, token.logprob))
             self._detokenizer = self._codec.detokenizer((token.token_id,))
             return events
         text = self._detokenizer.push([token.token_id])
@@ -175,7 +173,8 @@ class Turn:
                 found += self._answer(event, tokens)
             else:
                 found += [*self._held_text(), Piece(event)]
-                self._count(event, len(tokens))
+                marks = sum(token.token_id in self._followed for token in tokens)
+                self._count(event, len(tokens) - marks)
             if self.done:
                 break
         return found

@@ -76,7 +76,10 @@ def said(name: str, body: Any) -> Any:
     """The same of a complete body."""
     if name == "openai.chat":
         message = body["choices"][0]["message"]
-        found = {"text": message["content"], "thought": message.get("reasoning_content")}
+        found: dict[Any, Any] = {
+            "text": message["content"],
+            "thought": message.get("reasoning_content"),
+        }
         for at, call in enumerate(message.get("tool_calls", ())):
             found["call", at] = call["function"]["arguments"]
     elif name == "openai.completions":

@@ -159,7 +159,8 @@ class Turn:
             self._detokenizer = self._codec.detokenizer((token.token_id,))
             return events
         text = self._detokenizer.push([token.token_id])
-        self._pending.append(Token(token.token_id, text, token.logprob))
+        if token.token_id not in self._codec.control_ids:
+            self._pending.append(Token(token.token_id, text, token.logprob))
         return self._said(text)
 
     def _said(self, text: str) -> Sequence[ParsedEvent]:
@@ -167,8 +168,8 @@ class Turn:
 
     def _pieces(self, events: Sequence[ParsedEvent]) -> list[Piece]:
         found: list[Piece] = []
-        for place, event in enumerate(events):
-            tokens = self._tokens_of(event, is_last=place == len(events) - 1)
+        for event in events:
+            tokens = self._tokens_of(event)
             if event.kind is EventKind.TEXT:
                 found += self._answer(event, tokens)
             else:
@@ -202,24 +203,38 @@ class Turn:
         text = self._stops.flush()
         return [Piece(ParsedEvent(kind=EventKind.TEXT, text=text))] if text else []
 
-    def _tokens_of(self, event: ParsedEvent, *, is_last: bool) -> tuple[Token, ...]:
+    def _tokens_of(self, event: ParsedEvent) -> tuple[Token, ...]:
         """Return the tokens whose text an event has; what was markup before them is dropped."""
-        length = len(event.text)
-        if is_last:  # thoughts and calls take their markup with them
-            kept = len(self._pending) if event.kind is EventKind.TEXT else 0
-            while kept and length > 0:
-                kept -= 1
-                length -= len(self._pending[kept].text)
-            while kept and not self._pending[kept - 1].text:
-                kept -= 1
-            found, self._pending = self._pending[kept:], []
+        if event.kind is not EventKind.TEXT:  # thoughts and calls take their markup with them
+            found, self._pending = self._pending, []
             return tuple(found)
-        taken = 0
-        while taken < len(self._pending) and length > 0:
-            length -= len(self._pending[taken].text)
-            taken += 1
-        found, self._pending = self._pending[:taken], self._pending[taken:]
+        end = self._end_of(event.text)
+        start, length = end, len(event.text)
+        while start and length > 0:
+            start -= 1
+            length -= len(self._pending[start].text)
+        while start and not self._pending[start - 1].text:
+            start -= 1
+        found, self._pending = self._pending[start:end], self._pending[end:]
         return tuple(found)
+
+    def _end_of(self, text: str) -> int:
+        """Return how many of the tokens may be in a text; marks after it are not decided yet."""
+        last = len(self._pending)
+        while last and self._is_mark(last - 1):
+            last -= 1
+        ends = range(last, len(self._pending) + 1)
+        return next((end for end in ends if self._ends_with(text, end)), len(self._pending))
+
+    def _is_mark(self, place: int) -> bool:
+        return self._pending[place].token_id in self._followed
+
+    def _ends_with(self, text: str, end: int) -> bool:
+        found, start = "", end
+        while start and len(found) < len(text):
+            start -= 1
+            found = self._pending[start].text + found
+        return found.endswith(text)
 
 
 def finish_word(turn: Turn, words: dict[str, str]) -> str:

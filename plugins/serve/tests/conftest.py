@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,7 +168,7 @@ class Live:
     """A running server and what a test wants to look at."""
 
     site: Site
-    engine: ScriptedEngine
+    engine: Any
     url: str
     server: GracefulServer
     thread: threading.Thread = field(repr=False)
@@ -189,7 +190,7 @@ def start() -> Iterator[StartServer]:
     """Start servers; ended with the test. Options of `ServeOptions`, and ``engine``."""
     with contextlib.ExitStack() as stack:
 
-        def begin(*, engine: ScriptedEngine | None = None, **options: Any) -> Live:
+        def begin(*, engine: Any = None, **options: Any) -> Live:
             scripted = ScriptedEngine(recipe=ToyRecipe()) if engine is None else engine
             options = {"port": 0, "drain_timeout_s": 5, **options}
             settings = ServeOptions(**options)
@@ -213,6 +214,25 @@ def start() -> Iterator[StartServer]:
             return live
 
         yield begin
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of bytes."""
+    from deepinfer_core.testing.tiny import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture
+def tiny(start: StartServer, tiny_path: Path) -> Live:
+    """A server with a real engine and the real recipe, and a tiny model behind them."""
+    pytest.importorskip("deepinfer_recipe")
+    from deepinfer_core import Engine, EngineConfig
+
+    config = EngineConfig(model=str(tiny_path))
+    live: Live = start(engine=Engine.from_config(config, environ={}))
+    return live
 
 
 class Gate:

@@ -14,8 +14,8 @@ from typing import Any
 
 from attrs import define, field
 
-from deepinfer_core.interfaces.cache import Cache, CacheContext, Hit
-from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind, ReplayRule
+from deepinfer_core.interfaces.cache import Cache, CacheContext, Cut, Hit
+from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 
 MakeCache = Callable[[CacheContext], Any]
 
@@ -56,6 +56,7 @@ class _Known:
     written: int
     committed: int = 0
     reserved: int = 0
+    cuts: tuple[Cut, ...] = ()
     chain: list[int] = field(factory=list)
 
     @property
@@ -63,13 +64,19 @@ class _Known:
         """Positions below are final."""
         return max(self.committed, self.hit.length)
 
+    @property
+    def stop(self) -> int:
+        """Where writing must stop for now: the sequence is opened again there."""
+        return self.hit.restart_at or 2**31
+
     def value(self, position: int) -> int:
-        """State of a position: depends on the salt and on every token up to it."""
+        """State of a position: depends on the salt, and on every token and cut up to it."""
         del self.chain[len(self.tokens) :]
         while len(self.chain) <= position:
             at = len(self.chain)
             before = self.chain[-1] if self.chain else hash(self.salt)
-            self.chain.append(hash((before, self.tokens[at])))
+            cuts = tuple((cut.at, cut.start) for cut in self.cuts if cut.at == at)
+            self.chain.append(hash((before, self.tokens[at], cuts)))
         return self.chain[position]
 
     def retract(self, length: int) -> None:
@@ -97,23 +104,55 @@ class CacheHarness:
 
     # ----------------------------------------------------------------------------- operations
 
-    def open(self, sequence_id: int, tokens: Sequence[int], salt: str = "") -> Hit:
+    def open(
+        self,
+        sequence_id: int,
+        tokens: Sequence[int],
+        salt: str = "",
+        *,
+        limit: int | None = None,
+        cuts: tuple[Cut, ...] | None = None,
+    ) -> Hit:
         """Begin a sequence."""
-        hit = self.cache.open(sequence_id, tuple(tokens), salt=salt)
-        assert 0 <= hit.length < max(1, len(tokens)), f"hit of {hit.length} in {len(tokens)} tokens"
+        hit = self.cache.open(sequence_id, tuple(tokens), salt=salt, limit=limit, cuts=cuts)
+        most = max(0, len(tokens) - 1) if limit is None else min(len(tokens) - 1, limit)
+        assert 0 <= hit.length <= most, (
+            f"hit of {hit.length} in {len(tokens)} tokens, at most {most}"
+        )
         assert 0 <= hit.compute_from <= hit.length, f"{hit} computes from beyond its length"
         assert len(hit.visible_from) in {0, len(self.groups)}, f"{hit}: one bound a group"
         assert self.cache.ready(sequence_id) == hit, "there is no store to wait for"
+        self._check_cuts(hit, cuts)
         self.known[sequence_id] = _Known(
             salt=salt,
             tokens=list(tokens),
             hit=hit,
             written=hit.compute_from,
             reserved=hit.length,
+            cuts=hit.cuts,
         )
         self._copies_pending |= hit.length > 0
         self.check_pages()
         return hit
+
+    @staticmethod
+    def _check_cuts(hit: Hit, wanted: tuple[Cut, ...] | None) -> None:
+        """A sequence gets the approximations it must have, or is stopped where the next begins."""
+        assert all(cut.start < cut.at <= hit.length for cut in hit.cuts), f"{hit} is cut beyond it"
+        if wanted is None:
+            assert not hit.restart_at, f"{hit}: there is nothing to repeat"
+            return
+        assert hit.cuts == wanted[: len(hit.cuts)], f"{hit}, but its cuts must be {wanted}"
+        following = wanted[len(hit.cuts) :]
+        expected = following[0].at if following else 0
+        assert hit.restart_at == expected, f"{hit} must be opened again at {expected}"
+        assert not expected or hit.length <= expected, f"{hit} goes beyond the cut at {expected}"
+
+    def preempt(self, sequence_id: int, cuts: tuple[Cut, ...]) -> Hit:
+        """Take a sequence's pages, and open it again with the approximations it had."""
+        known = self.known[sequence_id]
+        self.release(sequence_id)
+        return self.open(sequence_id, known.tokens, known.salt, cuts=cuts)
 
     def reserve(self, sequence_id: int, num_tokens: int) -> bool:
         """Reserve; a refusal must have a reason and change nothing."""
@@ -132,7 +171,7 @@ class CacheHarness:
         """Make pending copies, then write the next ``count`` reserved positions."""
         known = self.known[sequence_id]
         self.make_copies()
-        for _ in range(count):
+        for _ in range(min(count, known.stop - known.written)):
             if known.written == len(known.tokens):
                 known.tokens.append(token)
             self._write(sequence_id, known.written)
@@ -175,6 +214,7 @@ class CacheHarness:
             written=num_tokens,
             committed=num_tokens,
             reserved=num_tokens,
+            cuts=parent.cuts,
         )
         self.check_pages()
         return True
@@ -272,13 +312,20 @@ class CacheHarness:
         known = self.known[sequence_id]
         assert position < known.reserved, "the harness writes only what it reserved"
         for group, spec in enumerate(self.groups):
-            replayed = spec.replay[0] in {ReplayRule.EXACT, ReplayRule.BOUNDED}
-            if position < known.hit.length and not replayed:
-                continue
+            if position < known.hit.length and spec.kind is not GroupKind.WINDOW:
+                continue  # replayed rows write nothing that is shared
             offset = self._offset(spec, position)
             if offset is not None:
                 page = self._page(sequence_id, group, position)
-                self._memory[group, page][offset] = known.value(position)
+                self._memory[group, page][offset] = self._value(sequence_id, spec, position)
+
+    def _value(self, sequence_id: int, spec: CacheGroupSpec, position: int) -> int:
+        """What a position holds; what was replayed is of use to its own sequence only."""
+        known = self.known[sequence_id]
+        replayed = known.hit.compute_from <= position < known.hit.length
+        if replayed and spec.kind is GroupKind.WINDOW:
+            return hash((sequence_id, known.value(position)))
+        return known.value(position)
 
     def _check_reads(self, sequence_id: int, group: int) -> None:
         known, spec = self.known[sequence_id], self.groups[group]
@@ -293,7 +340,7 @@ class CacheHarness:
                 continue
             page = self._page(sequence_id, group, position)
             found = self._memory[group, page].get(offset)
-            assert found == known.value(position), (
+            assert found == self._value(sequence_id, spec, position), (
                 f"{spec.name}: position {position} of sequence {sequence_id} (page {page}) "
                 f"does not hold what the sequence wrote there"
             )

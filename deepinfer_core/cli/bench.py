@@ -18,6 +18,7 @@ import click
 from attrs import frozen
 
 from deepinfer_core.cli.bench_quality import quality
+from deepinfer_core.cli.bench_replay import replay
 from deepinfer_core.cli.options import EngineArgs, engine_options
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def bench() -> None:
 
 
 bench.add_command(quality)
+bench.add_command(replay)
 
 
 @bench.command()

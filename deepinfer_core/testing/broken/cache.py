@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import evolve
+
 from deepinfer_core.batch import PageCopy
 from deepinfer_core.builtin import pages
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Hit
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.testing import example_cache
 from deepinfer_core.testing.contracts.base import Factory
@@ -251,6 +253,34 @@ class _HandsOutTheSnapshot(SnapshotCache):
         return hit
 
 
+class _IgnoresLimits(SnapshotCache):
+    def open(self, sequence_id: int, token_ids: Sequence[int], **wanted: Any) -> Hit:
+        return super().open(sequence_id, token_ids, **{**wanted, "limit": None})
+
+
+class _AlwaysApproximates(SnapshotCache):
+    def open(self, sequence_id: int, token_ids: Sequence[int], **wanted: Any) -> Hit:
+        hit = super().open(sequence_id, token_ids, **wanted)
+        cuts = (Cut(at=hit.length, start=0),) if hit.length else ()
+        self._hits[sequence_id] = evolve(hit, cuts=cuts)
+        return self._hits[sequence_id]
+
+
+class _RemembersOnlyTheDead(SnapshotCache):
+    def __init__(self, context: CacheContext) -> None:
+        super().__init__(context)
+        self._last: dict[int, tuple[int, Sequence[int]]] = {}
+
+    def commit(self, sequence_id: int, num_tokens: int, token_ids: Sequence[int]) -> None:
+        pages.PagesCache.commit(self, sequence_id, num_tokens, token_ids)
+        self._last[sequence_id] = num_tokens, token_ids
+
+    def release(self, sequence_id: int) -> None:
+        if sequence_id in self._last:
+            super().commit(sequence_id, *self._last.pop(sequence_id))
+        super().release(sequence_id)
+
+
 def _made(cache: type[pages.PagesCache]) -> Factory:
     def build(context: CacheContext) -> pages.PagesCache:
         return cache(context.groups, context.num_pages)
@@ -338,6 +368,15 @@ BROKEN: dict[str, tuple[Factory, str]] = {
     "a hit is the whole prompt": (
         _HitsWholePrompts,
         "test_a_hit_leaves_a_token_to_compute",
+    ),
+    "limits are ignored": (_IgnoresLimits, "test_a_hit_respects_its_limit"),
+    "approximations are not asked for": (
+        _AlwaysApproximates,
+        "test_asking_for_exact_state_gives_it",
+    ),
+    "only the dead are remembered": (
+        _RemembersOnlyTheDead,
+        "test_a_prefix_is_found_while_its_owner_runs",
     ),
     "reserved tokens are shared": (
         _SharesWhatIsReserved,

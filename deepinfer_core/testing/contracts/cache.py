@@ -366,6 +366,33 @@ class CacheContract(Contract):
         for sequence_id, length in ((2, 4 * PAGE), (3, 2 * PAGE), (4, 1)):
             harness.open(sequence_id, self.prompt[:length])
 
+    def test_a_hit_respects_its_limit(self) -> None:
+        """No hit is longer than ``limit``, and a limit costs no more than it must."""
+        harness = self.reusable()
+        for limit in range(4 * PAGE + 1):
+            harness.open(2 + limit, (*self.prompt, 1), limit=limit)
+        assert harness.known[2 + 4 * PAGE].hit.length >= 2 * PAGE, "the limit allows more"
+
+    def test_asking_for_exact_state_gives_it(self) -> None:
+        """With ``cuts=()`` a hit has none, and nothing to restart for."""
+        harness = self.reusable()
+        hit = harness.open(2, (*self.prompt, 1), cuts=())
+        assert hit.exact
+        assert not hit.restart_at
+
+    def test_a_prefix_is_found_while_its_owner_runs(self) -> None:
+        """What a sequence committed is found before the sequence is released."""
+        self.needs_feature(Feature.PREFIX_REUSE)
+        harness = self.harness()
+        harness.open(1, (*self.prompt, 1))
+        for length in range(PAGE, len(self.prompt) + 1, PAGE):
+            assert harness.reserve(1, length)
+            harness.step(1, PAGE)
+            harness.commit(1, length)
+        assert harness.open(2, (*self.prompt, 2)).length >= 2 * PAGE
+        assert harness.reserve(2, len(self.prompt) + 1)
+        harness.step(2, len(self.prompt) + 1 - harness.known[2].written)
+
     def test_uncommitted_tokens_are_not_found(self) -> None:
         """State that was written and rolled back is in no hit."""
         self.needs_feature(Feature.PREFIX_REUSE)

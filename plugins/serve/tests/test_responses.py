@@ -207,6 +207,26 @@ def test_a_refusal_in_the_background_is_kept(start: Any) -> None:
         assert found["status"] == "failed"
 
 
+def test_the_background_is_no_way_around_the_limit(gated: Any, gate: Any) -> None:
+    live = gated(max_requests=1)
+    with live.client() as client:
+        assert client.post(PATH, json={"prompts": ["hello"], **BACKGROUND}).status_code == 200
+        assert client.post(PATH, json={"prompts": ["hello"], **BACKGROUND}).status_code == 429
+        gate.open()
+
+
+def test_what_is_made_in_the_background_is_finished_at_the_end(gated: Any, gate: Any) -> None:
+    live = gated()
+    with live.client() as client:
+        identity = client.post(PATH, json={"prompts": ["hello"], **BACKGROUND}).json()["id"]
+    live.server.handle_exit(15, None)
+    gate.open()
+    live.thread.join(30)
+    kept = live.site.store.get("", identity)
+    assert kept is not None
+    assert kept.body["texts"] == ["hello"]
+
+
 def test_deleting_one_in_the_background_stops_it(gated: Any, gate: Any) -> None:
     live = gated()
     with live.client() as client:

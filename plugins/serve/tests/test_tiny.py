@@ -19,7 +19,8 @@ SCHEMA = {
 
 
 def chat(text: str = "Hello", **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 8, **fields}
+    messages = [{"role": "user", "content": text}]
+    return {"model": "toy", "messages": messages, "max_completion_tokens": 8, **fields}
 
 
 def pages_used(client: Any) -> float:

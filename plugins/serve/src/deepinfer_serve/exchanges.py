@@ -54,10 +54,10 @@ class FormatEndpoint:
             fault = Fault(status=503, message="the server is shutting down", code="shutting_down")
             await self._refuse(send, fault)
             return
-        if site.in_flight >= site.options.max_requests:
+        if site.busy >= site.options.max_requests:
             fault = Fault(
                 status=429,
-                message=f"{site.in_flight} requests are being answered already; try again later",
+                message=f"{site.busy} requests are being answered already; try again later",
                 code="overloaded",
             )
             await self._refuse(send, fault)

@@ -121,13 +121,15 @@ def _with_lifespan(app: ASGIApp, site: Site, ready: Callable[[], None]) -> ASGIA
 
 
 async def shut_down(site: Site) -> None:
-    """End what is still made in the background, then the engine."""
+    """Let what is made in the background finish in time, then end it and the engine."""
     site.draining = True
-    tasks = list(site.tasks.values())
-    for task in tasks:
+    if site.tasks:
+        await asyncio.wait(list(site.tasks.values()), timeout=site.options.drain_timeout_s)
+    left = list(site.tasks.values())
+    for task in left:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    if left:
+        await asyncio.wait(left)
     await site.engine.close()
     site.close()
     get_logger("serve").info("server.closed")

@@ -92,6 +92,11 @@ class Site:
         """Names by which clients may call the model, the first one first."""
         return tuple(dict.fromkeys((self.model, *self.options.served_names)))
 
+    @property
+    def busy(self) -> int:
+        """Requests that are being answered, those in the background included."""
+        return self.in_flight + len(self.tasks)
+
     def knows(self, name: str) -> bool:
         """Whether a client's ``model`` means ours; no name at all does."""
         return not name or name in self.names

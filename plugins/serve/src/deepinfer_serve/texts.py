@@ -62,7 +62,7 @@ class Texts:
         stats = await self._site.engine.stats()
         return JSONResponse(
             {
-                "server_load": self._site.in_flight,
+                "server_load": self._site.busy,
                 "running": stats.running,
                 "waiting": stats.waiting,
                 "max_requests": self._site.options.max_requests,

@@ -4,7 +4,8 @@
     python benchmarks/serve_load.py stress --model MODEL --streams 64 --seconds 300
 
 `overhead` runs the same prompts through `AsyncEngine` in this process and through a server in
-another, in turns, and prints tokens/s of both and their ratio. `stress` keeps streams open while
+another, in turns, and prints tokens/s of both and their ratio; and, as a measure that other work on the
+machine does not disturb, the CPU time of the server's threads beside that of its engine's threads. `stress` keeps streams open while
 some clients leave, send oversize bodies or bad grammars, or read slowly; it prints the gap between
 tokens that well-behaved clients saw, their errors, the server's memory, and pages left in use.
 
@@ -58,6 +59,11 @@ class Server:
                 return found[1], int(found[2])
             print(line, end="", file=sys.stderr)
         raise SystemExit("the server did not start")
+
+    def cpu(self) -> dict[int, float]:
+        """Return the CPU seconds of each thread so far; the first thread runs the event loop."""
+        threads = psutil.Process(self.process.pid).threads()
+        return {thread.id: thread.user_time + thread.system_time for thread in threads}
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -180,12 +186,20 @@ async def overhead(args: argparse.Namespace) -> None:
     try:
         await through_engine(engine, args.streams, 4)
         await through_server(server, args.streams, 4)
-        pairs = []
+        pairs, before = [], server.cpu()
         for _ in range(args.rounds):
             alone = await through_engine(engine, args.streams, args.tokens)
             served = await through_server(server, args.streams, args.tokens)
             pairs.append((alone, served))
             print(f"engine {alone:.1f} tokens/s, server {served:.1f}, ratio {served / alone:.3f}")
+        spent = {at: s - before.get(at, 0.0) for at, s in server.cpu().items()}
+        engine_s = max(spent.values())
+        others_s = spent[server.process.pid]
+        print(
+            f"CPU of the server: engine's thread {engine_s:.2f} s, event loop {others_s:.2f} s "
+            f"({others_s / engine_s:.1%}), all others "
+            f"{sum(spent.values()) - engine_s - others_s:.2f} s"
+        )
         ratio = sum(served for _, served in pairs) / sum(alone for alone, _ in pairs)
         print(f"server/engine at {args.streams} streams: {ratio:.3f}")
     finally:

@@ -4,10 +4,11 @@
     python benchmarks/serve_load.py stress --model MODEL --streams 64 --seconds 300
 
 `overhead` runs the same prompts through `AsyncEngine` in this process and through a server in
-another, in turns, and prints tokens/s of both and their ratio; and, as a measure that other work on the
-machine does not disturb, the CPU time of the server's threads beside that of its engine's threads. `stress` keeps streams open while
-some clients leave, send oversize bodies or bad grammars, or read slowly; it prints the gap between
-tokens that well-behaved clients saw, their errors, the server's memory, and pages left in use.
+another, in turns, and prints tokens/s of both and their ratio; and, as a measure that other work
+on the machine does not disturb, CPU time of the server's event loop beside that of its engine.
+`stress` keeps streams open while some clients leave, send oversize bodies or bad grammars, or read
+slowly; it prints the gap between tokens that well-behaved clients saw, their errors, the server's
+memory, and pages left in use.
 
 The client is a bare socket reader, so that it takes as little as it can from the machine it shares
 with the server.

@@ -1,4 +1,4 @@
-"""The kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of its own."""
+"""The kernel cases under AddressSanitizer and UndefinedBehaviorSanitizer, in their own process."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ def floats(*shape: int) -> np.ndarray[Any, Any]:
 
 def weight(native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = False) -> Any:
     """A packed weight; wild ones have scales of any bits."""
+    rows: np.ndarray[Any, Any] = floats(n, k)
+    if kind == structs.Format.BF16:
+        rows = np.ascontiguousarray(rows.view(np.uint16)[:, ::2])
     if kind in BLOCKS:
         rows = RANDOM.integers(0, 256, (n, k // 32, BLOCKS[kind]), dtype=np.uint8)
         if not wild:
             rows[..., :4] = np.array([0.02, 0.01], np.float16).view(np.uint8)
-    else:
-        rows = floats(n, k) if kind == structs.Format.F32 else floats(n, k).view(np.uint16)[:, ::2]
-        rows = np.ascontiguousarray(rows)
     linear = structs.Linear(n=n, k=k, format=kind, bias=at(floats(n)))
     panels = np.empty(native.di_packed_bytes(ctypes.byref(linear)), np.uint8)
     linear.panels = at(panels)

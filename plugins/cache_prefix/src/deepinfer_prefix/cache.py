@@ -324,7 +324,7 @@ class PrefixCache:
         """Begin with the start that saves most and has room."""
         for whole_blocks in (False, True):
             start = self._lookup.start(root, data, cuts, whole_blocks=whole_blocks)
-            held = self._begin(start, num_tokens)
+            held = self._begin(start, num_tokens, rebuilds=bool(cuts))
             if held is not None:
                 return held
         later = cuts[0].at if cuts else 0
@@ -333,14 +333,22 @@ class PrefixCache:
         assert held is not None  # a miss needs no page
         return held
 
-    def _begin(self, start: Start, num_tokens: int) -> _Held | None:
-        """Hold the pages of a start, and take those for its copies; None if pages are short."""
+    def _begin(self, start: Start, num_tokens: int, *, rebuilds: bool = False) -> _Held | None:
+        """Hold the pages of a start, and take those for its copies; None if pages are short.
+
+        Args:
+            start: what to begin with.
+            num_tokens: all tokens that are known.
+            rebuilds: nothing else would do, so use the block up that there is no room to copy.
+        """
         shared = [self._pages_of(group, start) for group in range(len(self._groups))]
         sources = [self._sources_of(group, start) for group in range(len(self._groups))]
         for group, pages in enumerate(shared):
             self._store.hold(group, _real(pages))
             self._store.hold(group, sources[group])
         if not self._has_room(start, shared, sources, num_tokens):
+            if rebuilds and self._can_use_up(start.match.last):
+                return self._use_up(start, shared, sources, num_tokens)
             for group, pages in enumerate(shared):
                 self._give_back(group, _real(pages))
                 self._give_back(group, sources[group])
@@ -355,6 +363,30 @@ class PrefixCache:
                 (target,) = self._store.pools[group].allocate(1)
                 self._copies.add(group, source, target, start.match.last)
                 table.extend([target])
+        return held
+
+    def _can_use_up(self, node: Node | None) -> bool:
+        """Whether a block belongs to nobody else; the copy to be made holds one of its pages."""
+        if node is None or node.children or node.refs:
+            return False
+        return all(
+            self._store.pools[group].holders(page) <= 1
+            for group in self._rules.lasting
+            for page in node.pages[group] or ()
+        )
+
+    def _use_up(
+        self, start: Start, shared: list[Pages], sources: list[Pages], num_tokens: int
+    ) -> _Held:
+        """Begin with the very pages of the last block, which is forgotten."""
+        node = start.match.last
+        assert node is not None
+        self._store.remove(node)
+        held = self._new_held(start.match.deepest, self._hit_of(start), num_tokens)
+        held.committed = held.reserved = start.compute_from
+        for group, table in enumerate(held.tables):
+            table.extend([*shared[group], *sources[group]])
+            table.drop_before(self._first_live(group, start))
         return held
 
     def _has_room(

@@ -1,0 +1,151 @@
+"""The cache by itself: what is shared, what goes first, and what counts as room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from deepinfer_core.errors import CompositionError
+from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind, ReplayRule
+from deepinfer_core.testing.cache_harness import CacheHarness, cache_context
+from deepinfer_prefix.cache import PrefixCache
+from deepinfer_prefix.config import PrefixConfig
+
+PAGE = 4
+
+
+def group(kind: GroupKind, **options: Any) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name=str(kind),
+        kind=kind,
+        num_kv_heads=1,
+        key_dim=1,
+        value_dim=1,
+        page_size=PAGE,
+        **{"layers": (0,), **options},
+    )
+
+
+FULL = group(GroupKind.FULL)
+WINDOW = group(
+    GroupKind.WINDOW, layers=(1, 2), window=5, replay=(ReplayRule.SNAPSHOT, ReplayRule.EXACT)
+)
+
+
+def harness(
+    pages: Sequence[int] = (8,),
+    groups: Sequence[CacheGroupSpec] = (FULL,),
+    config: PrefixConfig | None = None,
+) -> CacheHarness:
+    return CacheHarness(
+        lambda context: PrefixCache(config or PrefixConfig(), context), groups, pages
+    )
+
+
+def fill(device: CacheHarness, name: int, tokens: Sequence[int], salt: str = "") -> None:
+    hit = device.open(name, tokens, salt)
+    assert device.reserve(name, len(tokens))
+    device.step(name, len(tokens) - hit.compute_from)
+    device.commit(name, len(tokens))
+
+
+def test_a_policy_is_needed() -> None:
+    with pytest.raises(CompositionError, match=r"eviction\.use to 'lru'"):
+        PrefixCache(PrefixConfig(), cache_context((FULL,), (4,), eviction=None))
+
+
+def test_the_same_block_computed_twice_is_kept_once() -> None:
+    device = harness()
+    tokens = range(2 * PAGE)
+    for name in (1, 2):
+        device.open(name, tokens)
+        assert device.reserve(name, len(tokens))
+        device.step(name, len(tokens))
+    assert device.cache.usage()[0].used == 4
+    for name in (1, 2):
+        device.commit(name, len(tokens))
+    assert device.cache.usage()[0].used == 2
+    assert device.table(1, 0) == device.table(2, 0)
+
+
+def test_the_least_recently_used_end_goes_first_block_by_block() -> None:
+    device = harness((8,))
+    for name, first in ((1, 10), (2, 20)):
+        fill(device, name, range(first, first + 3 * PAGE))
+        device.release(name)
+    fill(device, 3, range(10, 10 + 3 * PAGE + 1))  # the first one is used again
+    device.release(3)
+    fill(device, 4, range(30, 30 + 2 * PAGE))  # needs pages
+    device.release(4)
+    assert device.open(5, range(20, 20 + 4 * PAGE)).length == 2 * PAGE
+    assert device.open(6, range(10, 10 + 4 * PAGE)).length >= 3 * PAGE
+
+
+def test_a_shared_beginning_outlives_both_of_its_ends() -> None:
+    device = harness((6,))
+    for name in (1, 2):
+        fill(device, name, [*range(PAGE), *[name] * PAGE])
+        device.release(name)
+    fill(device, 3, range(50, 50 + 5 * PAGE))  # leaves one page
+    assert device.open(4, range(2 * PAGE)).length == PAGE
+
+
+def test_a_prefix_in_use_counts_as_room() -> None:
+    device = harness((5,))
+    fill(device, 1, range(3 * PAGE))
+    more = [*range(3 * PAGE), 1, 2]
+    assert not device.cache.available_for(4 * PAGE)
+    assert device.cache.available_for(4 * PAGE, more)
+    assert not device.cache.available_for(6 * PAGE, more)
+    assert not device.cache.available_for(4 * PAGE, more, salt="other")
+    device.open(2, more)
+    assert device.reserve(2, 4 * PAGE)
+
+
+def test_reusable_pages_of_the_prefix_are_counted_once() -> None:
+    device = harness((5,))
+    fill(device, 1, range(3 * PAGE))
+    device.release(1)
+    assert device.cache.available_for(5 * PAGE, range(3 * PAGE + 1))
+    assert not device.cache.available_for(5 * PAGE + 1, range(3 * PAGE + 1))
+
+
+def test_asking_for_room_keeps_nothing_of_unknown_salts() -> None:
+    device = harness()
+    for name in range(50):
+        device.cache.available_for(PAGE, [1, 2, 3], salt=str(name))
+        device.open(name, [1, 2, 3], str(name))
+        device.release(name)
+    cache: Any = device.cache
+    assert not cache._store.tree._roots
+
+
+def test_a_rebuilt_sequence_that_fills_the_device_uses_a_block_up() -> None:
+    """It must stop within a block, and there is no page to copy that block to."""
+    config = PrefixConfig(replay="bounded", replay_tokens=5)
+    device = harness((5, 12), (FULL, WINDOW), config)
+    fill(device, 1, range(10))
+    device.release(1)
+    hit = device.open(2, [*range(10), *range(30, 36)])
+    assert (hit.length, hit.exact) == (10, False)
+    assert device.reserve(2, 16)
+    device.step(2, 16 - hit.compute_from)
+    device.commit(2, 16)
+    assert device.reserve(2, 5 * PAGE)
+    device.step(2, 4)
+    device.commit(2, 5 * PAGE)
+    again = device.preempt(2, hit.cuts)
+    for _ in range(3):
+        if not again.restart_at:
+            break
+        assert device.reserve(2, again.restart_at)
+        device.step(2, again.restart_at)
+        device.commit(2, again.restart_at)
+        again = device.preempt(2, hit.cuts)
+    assert (again.length, again.cuts, again.restart_at) == (10, hit.cuts, 0)
+    assert device.reserve(2, 5 * PAGE)
+    device.step(2, 5 * PAGE - again.compute_from)
+    device.commit(2, 5 * PAGE)
+    device.check_empty()

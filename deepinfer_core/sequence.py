@@ -92,6 +92,7 @@ class Sequence:
         self.visible_from: tuple[int, ...] = ()
         self.cached_tokens = 0
         self.cached_tier: str | None = None
+        self.cache_miss = ""
         self.restart_at = 0
         self.cuts: tuple[Cut, ...] | None = () if request.exact else None
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -193,6 +194,7 @@ class Sequence:
         """Its pages were opened; a stored prefix may save computing."""
         if self.num_preemptions == 0 and not self.restart_at:
             self.cached_tokens, self.cached_tier = hit.length, hit.tier
+            self.cache_miss = hit.miss
         if self.cuts is None:
             self.cuts = hit.cuts
         self.num_computed = self.num_committed = hit.compute_from

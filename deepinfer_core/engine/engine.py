@@ -659,6 +659,7 @@ class Engine:
             prompt_tokens=len(result.prompt_token_ids),
             output_tokens=sum(len(output.token_ids) for output in result.outputs),
             cached_tokens=result.cached_tokens,
+            cache_miss=state.members[0].sequence.cache_miss,
             cached_tier=result.cached_tier,
             ttft_s=result.ttft_s,
             total_s=result.total_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from deepinfer_core.batch import Int32, PageCopy
 from deepinfer_core.kv.layout import CacheGroupSpec
@@ -70,6 +70,7 @@ class Hit:
         tier: where the pages came from ("device", "host", "disk"), None without a hit.
         cuts: the sequence's approximations by design (bounded replay), those inherited with its
             pages included, in ascending order; none means exact.
+        miss: why no more was found, in words, for people; "" where there is nothing to say.
         restart_at: compute up to this position and no further, then release the sequence and open
             it again; 0 = never. Only for a sequence whose ``cuts`` are being repeated.
     """
@@ -80,6 +81,7 @@ class Hit:
     tier: str | None = None
     cuts: tuple[Cut, ...] = ()
     restart_at: int = 0
+    miss: str = field(default="", eq=False)
 
     @property
     def exact(self) -> bool:

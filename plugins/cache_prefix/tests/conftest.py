@@ -103,12 +103,19 @@ MakeRunner = Callable[..., Runner]
 def make(models: dict[str, Path]) -> Iterator[MakeRunner]:
     engines: list[Engine] = []
 
-    def runner(model: str, cache: Any = "prefix", kv_store: Any = "none", **options: Any) -> Runner:
+    def runner(
+        model: str,
+        cache: Any = "prefix",
+        kv_store: Any = "none",
+        observer: Any = "auto",
+        **options: Any,
+    ) -> Runner:
         options = {"page_size": 8, "kv_pages": 120, "max_batch_tokens": 64, **options}
         config = EngineConfig(
             model=str(models[model]),
             cache=cache,
             kv_store=kv_store,
+            observer=observer,
             engine=EngineOptions(**options),
         )
         engines.append(Engine.from_config(config, [deepinfer_prefix], discover=False, environ={}))

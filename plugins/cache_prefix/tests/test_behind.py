@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,22 @@ def test_an_aborted_request_gives_the_pages_of_its_load_back(make: Any, tokens: 
     behind(runner).flush()
     assert not any(usage.used for usage in runner.engine.stats().pages)
     assert runner.run(tokens(70)).cached_tokens == 64
+
+
+def test_a_request_says_why_it_missed(make: Any, tokens: Tokens, tmp_path: Path) -> None:
+    from deepinfer_core.builtin.configs import JsonlObserverConfig
+
+    log = tmp_path / "events.jsonl"
+    observer = [JsonlObserverConfig(path=str(log), events=("request.finished",))]
+    runner = make("full", kv_store=HostConfig(), observer=observer)
+    runner.run(tokens(70), cache_salt="a")
+    behind(runner).flush()
+    runner.run(tokens(70), cache_salt="b")
+    runner.run([*tokens(40), *tokens(30, 1)], cache_salt="a")
+    runner.run(tokens(70), cache_salt="a")
+    runner.engine.close()
+    misses = [json.loads(line)["fields"]["cache_miss"] for line in log.read_text().splitlines()]
+    assert misses[0].startswith("device: nothing is kept under this salt; host: was never stored")
+    assert misses[1].endswith("host: is there under another salt only")
+    assert misses[2].startswith("device: the block from token 40 on is not kept")
+    assert misses[3] == ""

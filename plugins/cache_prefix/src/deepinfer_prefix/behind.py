@@ -6,6 +6,7 @@ blocks are held. What does not work out is a miss.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,11 @@ class Behind:
         self._exported: deque[list[Pages | None]] = deque()
         self._ending: list[Arrival] = []
         self.num_not_written = 0
+
+    @staticmethod
+    def now_s() -> float:
+        """The clock of stores."""
+        return time.time()
 
     @property
     def can_store(self) -> bool:

@@ -15,6 +15,7 @@ from deepinfer_core.kv.tables import NO_PAGE, BlockTable
 from deepinfer_prefix.behind import Arrival, Behind
 from deepinfer_prefix.config import PrefixConfig
 from deepinfer_prefix.copies import Copies
+from deepinfer_prefix.explain import describe
 from deepinfer_prefix.lookup import Lookup, Start
 from deepinfer_prefix.rules import rules_for
 from deepinfer_prefix.store import PageStore
@@ -140,6 +141,10 @@ class PrefixCache:
         del self._coming[sequence_id]
         tier = self._behind.finish(coming.arrival)
         held = self._start(coming.root, coming.data, coming.cuts, coming.num_tokens)
+        missing = coming.arrival.load.missing
+        if missing is not None and held.hit.miss:
+            why = describe(missing, self._behind.now_s())
+            held.hit = evolve(held.hit, miss=f"{held.hit.miss}; {missing.tier or 'store'}: {why}")
         if tier is not None and held.hit.length > coming.arrival.parent.end:
             held.hit = evolve(held.hit, tier=tier)
         self._end(coming.held)
@@ -326,6 +331,7 @@ class PrefixCache:
             start = self._lookup.start(root, data, cuts, whole_blocks=whole_blocks)
             held = self._begin(start, num_tokens, rebuilds=bool(cuts))
             if held is not None:
+                held.hit = evolve(held.hit, miss=_miss(start, data, whole_blocks=whole_blocks))
                 return held
         later = cuts[0].at if cuts else 0
         miss = Start(match=start.match.whole(0), compute_from=0, restart_at=later)
@@ -593,6 +599,17 @@ class PrefixCache:
         child.first_live = parent.first_live
         dead = child.drop_before(spec.first_live_page(length))
         self._give_back(group, dead[::-1])
+
+
+def _miss(start: Start, data: bytes, *, whole_blocks: bool) -> str:
+    """Why a start is not longer."""
+    length = start.match.length
+    if 4 * length >= len(data):
+        return ""
+    if not start.match.root.children:
+        return "device: nothing is kept under this salt"
+    short = ", or no page was free to copy it" if whole_blocks else ""
+    return f"device: the block from token {length} on is not kept, or not its windows{short}"
 
 
 def _copied_index(spec: CacheGroupSpec, num_tokens: int) -> int | None:

@@ -58,6 +58,20 @@ class StructuredOutput:
     source: Any = attrs.field(converter=_source, hash=False)
     start_after: tuple[int, ...] = attrs.field(default=(), converter=_start_after)
 
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> StructuredOutput:
+        """Return what a JSON object with the same fields says.
+
+        Raises:
+            RequestError: a field is unknown, missing, or wrong.
+        """
+        known = {item.name for item in attrs.fields(cls)}
+        if unknown := sorted(set(value) - known):
+            raise RequestError(f"structured has no field {unknown[0]!r}; it has {sorted(known)}")
+        if missing := [name for name in ("kind", "source") if name not in value]:
+            raise RequestError(f"structured lacks the field {missing[0]!r}")
+        return cls(**value)
+
     @property
     def canonical(self) -> str:
         """The source as text, the same for equal sources."""

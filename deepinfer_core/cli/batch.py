@@ -36,10 +36,13 @@ class Template:
     def params(self, line: PromptLine) -> SamplingParams:
         """Return the parameters of a line, always with a seed."""
         from deepinfer_core.requests import SamplingParams
+        from deepinfer_core.structured import StructuredOutput
 
         merged = {**self.values, **line.params}
         if merged.get("seed") is None:
             merged["seed"] = self.draw_seed()
+        if isinstance(merged.get("structured"), dict):
+            merged["structured"] = StructuredOutput.from_dict(merged["structured"])
         return SamplingParams(**merged)
 
     def prompt(self, llm: LLM, line: PromptLine) -> str | tuple[int, ...]:

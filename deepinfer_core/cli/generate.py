@@ -198,6 +198,8 @@ def statistics(result: RequestOutput) -> str:
     parts = [f"{len(result.prompt_token_ids)} tokens in", f"{count} out"]
     if result.cached_tokens:
         parts.append(f"{result.cached_tokens} from cache")
+    if result.drafted:
+        parts.append(f"{result.accepted} of {result.drafted} drafts accepted")
     if result.ttft_s is not None:
         parts.append(f"first after {result.ttft_s:.2f} s")
     speed = decode_speed(result)

@@ -60,7 +60,7 @@ def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
             click.echo(note, err=True)
             return compose(host, config)
 
-    from deepinfer_core.engine.assembly import plan_model
+    from deepinfer_core.engine.assembly import describe_drafts, plan_model
 
     made, found = plan_model(config, host, os.environ, offline=True)
     try:
@@ -71,6 +71,7 @@ def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
                 "dtype": made.config.dtype,
                 "invariant": "true" if switch is not False else "false",
                 "cache": f"{'; '.join(layers)}; pages of {made.config.engine.page_size} tokens",
+                "drafts": describe_drafts(made),
             }
         )
     finally:

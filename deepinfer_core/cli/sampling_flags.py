@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -11,6 +14,7 @@ from attrs import frozen
 
 from deepinfer_core.cli.options import SamplingArgs
 from deepinfer_core.errors import RequestError
+from deepinfer_core.structured import StructuredOutput
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -46,6 +50,28 @@ def _bias(entries: tuple[str, ...]) -> dict[int, float]:
     return found
 
 
+def _structured(text: str) -> StructuredOutput:
+    """Read ``KIND=SOURCE``; a source that is JSON is taken as such, ``@FILE`` from a file."""
+    kind, separator, source = text.partition("=")
+    if not separator:
+        raise RequestError(
+            f"--structured {text!r}: expected KIND=SOURCE, such as regex=[0-9]+ or "
+            "json_schema=@schema.json"
+        )
+    if source.startswith("@"):
+        try:
+            source = Path(source[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--structured cannot read {source[1:]}: {error}") from error
+    if kind not in _TEXTS:
+        with contextlib.suppress(ValueError):
+            return StructuredOutput(kind=kind, source=json.loads(source))
+    return StructuredOutput(kind=kind, source=source)
+
+
+_TEXTS = ("regex", "ebnf")
+"""Kinds of grammars whose source is text, even if it looks like JSON."""
+
 _OPTIONS = {
     "top_k": click.option("--top-k", type=int, help="Choose among this many tokens; 0 is off."),
     "top_p": click.option(
@@ -74,6 +100,9 @@ _OPTIONS = {
     "ignore_eos": click.option("--ignore-eos", is_flag=True, help="Go on after the end token."),
     "include_stop": click.option(
         "--include-stop", is_flag=True, help="Keep the stop text in the output."
+    ),
+    "structured": click.option(
+        "--structured", metavar="KIND=SOURCE", help="Follow a grammar, such as regex=[0-9]+."
     ),
     "n": click.option("--n", type=int, help="How many outputs to make."),
     "logprobs": click.option(
@@ -108,6 +137,8 @@ def more_sampling_options(function: Command) -> Command:
         }
         if "logit_bias" in chosen:
             chosen["logit_bias"] = _bias(chosen["logit_bias"])
+        if "structured" in chosen:
+            chosen["structured"] = _structured(chosen["structured"])
         return function(*args, more_sampling=MoreSampling(values=chosen), **values)
 
     decorated: Any = wrapper

@@ -94,6 +94,23 @@ def plan_ops(plan: Plan, dtype: str, device_type: str, *, invariant: bool) -> tu
     return choose(sets, facts)
 
 
+def describe_drafts(plan: Plan, taps: Items[str] = ()) -> str:
+    """Say what a plan does about drafts.
+
+    Args:
+        plan: what was chosen.
+        taps: layers that the drafter reads, where that is known.
+    """
+    drafter, budget, options = plan.part(Slot.DRAFTER), plan.part(Slot.BUDGET), plan.config.engine
+    if drafter is None or drafter.name == NONE or budget is None:
+        return "none"
+    reads = f", reads {' '.join(taps)}" if taps else ""
+    return (
+        f"at most {options.max_drafts} a sequence, {options.verification} verification, "
+        f"budget {budget.name}{reads}"
+    )
+
+
 def assemble(
     config: EngineConfig,
     plugins: Items[object] = (),
@@ -186,7 +203,7 @@ class _Builder:
         }
         drafter = self._drafter(spec, model, accelerator, op_table, dtype)
         budget = None if drafter is None else self._budget(spec, accelerator, executor, details)
-        details["drafts"] = self._describe_drafts(drafter)
+        details["drafts"] = describe_drafts(self._plan, () if drafter is None else drafter.taps)
         tokenizer, tokenizer_error = tokenizing.result()
         pages = self._cache(spec, num_pages, storages, details)
         return EngineParts(
@@ -306,16 +323,6 @@ class _Builder:
             ),
         )
         return budget
-
-    def _describe_drafts(self, drafter: Drafter | None) -> str:
-        part = self._plan.part(Slot.BUDGET)
-        if drafter is None or part is None:
-            return "none"
-        taps = f", reads {' '.join(drafter.taps)}" if drafter.taps else ""
-        return (
-            f"at most {self._options.max_drafts} a sequence, {self._options.verification} "
-            f"verification, budget {part.name}{taps}"
-        )
 
     def _constraint(
         self, spec: ModelSpec, tokenizer: Tokenizer | None

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -343,10 +343,21 @@ class AsyncEngine:
                     deadline_s=None if deadline_s is None else arrival_s + deadline_s,
                     cache_salt=cache_salt,
                 )
+                needed = self._engine.prepare(request.params)
             except Exception as error:
                 thread.refuse(channel, error)
                 return
-            thread.submit(channel, request)
+            if needed is None:
+                thread.submit(channel, request)
+            else:
+                needed.add_done_callback(lambda done: submit_prepared(request, done))
+
+        def submit_prepared(request: Request, done: Future[Any]) -> None:
+            error = done.exception()
+            if isinstance(error, Exception):
+                thread.refuse(channel, error)
+            else:
+                thread.submit(channel, request)
 
         if not is_text:
             submit()

@@ -92,6 +92,9 @@ class Engine:
         )
         self._watch = Watch(parts.observers, clock)
         self._speculator = speculator(parts, clock, self._watch.event)
+        self._replay_tokens = (
+            0 if self._speculator is None else self._speculator.replay_tokens(parts.spec.groups)
+        )
         self._grammars = Grammars(
             parts.constraint, options.grammar_timeout_s, options.grammar_max_bytes
         )
@@ -415,6 +418,7 @@ class Engine:
             waiting=waiting,
             max_tokens=options.max_batch_tokens,
             max_sequences=options.max_sequences,
+            replay_tokens=self._replay_tokens,
         )
         try:
             self._parts.scheduler.schedule(round_)
@@ -434,6 +438,8 @@ class Engine:
             self._counters.num_preemptions += 1
             self._forget_drafts(sequence)
             self._watch.event("sequence.preempted", request_id=sequence.request.request_id)
+        for sequence in round_.restarted:
+            self._forget_drafts(sequence)
         self._requeue()
         if not round_.grants:
             self._note_stall(running, waiting)
@@ -689,6 +695,7 @@ class Engine:
             if share and self._fork(first, sequence, common):
                 sequence.opened = True
                 sequence.num_computed = sequence.num_committed = common
+                sequence.final_below = common
                 sequence.write_floor, sequence.visible_from = 0, first.visible_from
                 sequence.cuts = first.cuts
                 sequence.phase = Phase.RUNNING

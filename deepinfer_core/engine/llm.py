@@ -164,13 +164,17 @@ class LLM:
         Raises:
             RequestError: the prompt is refused.
         """
-        return TokenStream(self._pump, self._request(prompt_ids(self.engine, prompt), params))
+        request = self._request(prompt_ids(self.engine, prompt), params)
+        _await_grammar(self.engine, request.params)
+        return TokenStream(self._pump, request)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> TokenStream:
         """Answer one conversation and return the deltas as they come."""
-        return TokenStream(self._pump, self._request(chat_ids(self.engine, messages), params))
+        request = self._request(chat_ids(self.engine, messages), params)
+        _await_grammar(self.engine, request.params)
+        return TokenStream(self._pump, request)
 
     def score(self, texts: str | Sequence[Prompt], top: int = 0) -> list[Score]:
         """Return how likely texts are.
@@ -308,6 +312,7 @@ class LLM:
         try:
             ids = encode(self.engine, prompt)
             request = self._request(ids, params)
+            _await_grammar(self.engine, params)
             self._pump.submit(request)
         except RequestError as error:
             full = self.engine.stats().waiting >= self.engine.config.engine.max_waiting
@@ -347,6 +352,17 @@ def _listed(field: str, value: Any) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise RequestError(f"{field} must be a list, not {type(value).__name__}")
     return list(value)
+
+
+def _await_grammar(engine: EngineSurface, params: SamplingParams) -> None:
+    """Wait until a grammar is compiled, so that a bad one is refused before admission.
+
+    Raises:
+        RequestError: it is bad, or cannot be had here.
+    """
+    needed = engine.prepare(params)
+    if needed is not None:
+        needed.result()
 
 
 def _without_result(request_id: str, ids: tuple[int, ...], error: str) -> RequestOutput:

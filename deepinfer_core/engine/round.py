@@ -68,13 +68,15 @@ class EngineRound:
         waiting: Items[Sequence],
         max_tokens: int,
         max_sequences: int,
+        replay_tokens: int = 0,
     ) -> None:
         self.now_s, self.random = now_s, random
         self.running, self.waiting = tuple(running), tuple(waiting)
         self.tokens_left, self.sequences_left = max_tokens, max_sequences
         self.grants: dict[int, Grant] = {}
         self.preempted: list[Sequence] = []
-        self._cache = cache
+        self.restarted: list[Sequence] = []
+        self._cache, self._replay_tokens = cache, replay_tokens
         self._mine = {sequence.sequence_id: sequence for sequence in (*self.running, *self.waiting)}
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> bool:
@@ -171,7 +173,7 @@ class EngineRound:
         hit = self._cache.ready(sequence.sequence_id)
         if hit is None:
             return False
-        sequence.start_from(hit)
+        sequence.start_from(hit, self._replay_tokens)
         return True
 
     def _passes_restart(self, sequence: Sequence) -> bool:
@@ -181,6 +183,7 @@ class EngineRound:
                 return False  # the step that computes the rest is still running
             self._cache.release(sequence.sequence_id)
             sequence.forget_state()
+            self.restarted.append(sequence)
             if not self._open(sequence):
                 sequence.phase = Phase.WAITING
                 return False

@@ -50,10 +50,21 @@ class Matcher(Protocol):
 
 
 class Constraint(Protocol):
-    """A compiler of grammars. ``compile`` runs off the engine's thread."""
+    """A compiler of grammars.
+
+    ``compile`` runs off the engine's thread, for several grammars at the same time.
+    """
 
     def compile(self, kind: str, source: Any) -> Matcher:
-        """Compile a "json_schema", "regex", "ebnf" or "choice"; RequestError if it is bad."""
+        """Compile a "json_schema", "regex", "ebnf" or "choice"; RequestError if it is bad.
+
+        Args:
+            kind: one of ``kinds``.
+            source: as in ``StructuredOutput``; not to be changed.
+
+        Returns:
+            A matcher at its start. The engine keeps it and forks it for each output.
+        """
         ...
 
     def kinds(self) -> Sequence[str]:

@@ -26,7 +26,7 @@ from deepinfer_core.sampling.filters import distribution
 from deepinfer_core.sampling.portable import MASS_BITS
 from deepinfer_core.sampling.processors import process
 from deepinfer_core.sampling.rng import Purpose, uniform, uniform_bits
-from deepinfer_core.sampling.rows import RowParams
+from deepinfer_core.sampling.rows import FailureKind, RowFailure, RowParams
 from deepinfer_core.sampling.sampler import Sampler
 from deepinfer_core.sampling.scores import find_failure, score_row
 
@@ -146,7 +146,7 @@ class _Judge:
                 self.verdicts[at].token_ids.append(token)
                 self.verdicts[at].logprobs.append(logprob)
             else:
-                self.verdicts[at].failure = failure.message
+                self.verdicts[at].failure = _explain(failure, rows[at])
 
     def _try_draft(self, at: int, depth: int, row: RowParams) -> bool:
         """Accept or replace one draft by the rule of ``rejection``."""
@@ -156,7 +156,7 @@ class _Judge:
         processed = logits if failure is not None else process(logits, row)
         failure = failure or find_failure(processed, float(processed.amax()), " after the mask")
         if failure is not None:
-            verdict.failure = failure.message
+            verdict.failure = _explain(failure, row)
             return False
         target = distribution(processed, row.params)
         draft = trial.drafts[depth]
@@ -173,6 +173,12 @@ class _Judge:
         verdict.token_ids.append(token)
         verdict.logprobs.append(None if top is None else score_row(logits, token, top))
         return token == draft
+
+
+def _explain(failure: RowFailure, row: RowParams) -> str:
+    if failure.kind is FailureKind.NOTHING_ALLOWED and row.mask is not None:
+        return f"dead end of the grammar: it allows no token that may be drawn; {failure.message}"
+    return failure.message
 
 
 def _proposed(trial: Trial, depth: int, target: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepinfer_core.builtin.configs import FixedBudgetConfig
+from deepinfer_core.builtin.fixed_budget import FixedBudget
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.assembly import assemble
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.errors import DeviceLostError, EngineError
+from deepinfer_core.interfaces.budget import BudgetContext
 from deepinfer_core.requests import FinishReason, Request, SamplingParams
+from deepinfer_core.testing.fakes import ScriptedDrafter
 
 POISON = 251
 """A token id whose presence makes the faulty executor raise."""
@@ -144,18 +148,39 @@ def truth(parts_of: Any) -> Any:
 
 
 POINTS = ("schedule", "open", "reserve", "commit", "fork", "launch", "wait", "logits")
+DRAFT_POINTS = ("propose", "observe", "drafted", "judge")
+
+
+def with_drafts(parts: Any, truth: Any, fault: Any, wrong_every: int) -> Any:
+    """The parts with a drafter that knows most of the truth and may fail."""
+    known = [[*[at + 1] * (3 + 9 * at), *tokens] for at in range(6) for tokens in truth[f"r{at}"]]
+    drafter = Proxy(
+        ScriptedDrafter.of_outputs(known, wrong_every=wrong_every),
+        fault,
+        {"propose": "propose", "observe": "observe", "commit": "drafted", "judge": "judge"},
+    )
+    budget = FixedBudget(FixedBudgetConfig(), BudgetContext(max_drafts=3))
+    return attrs.evolve(parts, drafter=drafter, budget=budget)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    faults=st.lists(st.tuples(st.sampled_from(POINTS), st.integers(0, 25)), min_size=1, max_size=4),
+    faults=st.lists(
+        st.tuples(st.sampled_from(POINTS + DRAFT_POINTS), st.integers(0, 25)),
+        min_size=1,
+        max_size=4,
+    ),
     overlap=st.booleans(),
+    wrong_every=st.sampled_from([None, 0, 3]),
     aborts=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=2),
 )
 def test_single_faults_anywhere_lose_nothing(
-    parts_of: Any, truth: Any, faults: Any, overlap: Any, aborts: Any
+    parts_of: Any, truth: Any, faults: Any, overlap: Any, wrong_every: Any, aborts: Any
 ) -> None:
-    """Each fault happens once, so a repeated step succeeds: everybody gets the right tokens."""
+    """Each fault happens once, so a repeated step succeeds: everybody gets the right tokens.
+
+    With drafts and without.
+    """
     counts: dict[str, int] = {}
     due = set(faults)
 
@@ -164,7 +189,10 @@ def test_single_faults_anywhere_lose_nothing(
         if (point, counts[point]) in due:
             raise RuntimeError(f"injected at {point} {counts[point]}")
 
-    engine = faulty_engine(parts_of(overlap=overlap), fault)
+    parts = parts_of(overlap=overlap)
+    if wrong_every is not None:
+        parts = with_drafts(parts, truth, fault, wrong_every)
+    engine = faulty_engine(parts, fault)
     for at in range(6):
         submit(engine, f"r{at}", [at + 1] * (3 + 9 * at), n=1 + at % 2)
     results: dict[str, Any] = {}
@@ -215,6 +243,20 @@ def test_only_the_offender_fails(
         assert [o.token_ids for o in result.outputs] == truth[name]
     assert engine.stats().kv_pages_used == 0
     assert engine.stats().num_failed == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_draft_makes_nobody_an_offender(parts_of: Any, truth: Any, overlap: Any) -> None:
+    """Drafts that make a step raise are left out when it is repeated."""
+    parts = with_drafts(parts_of(overlap=overlap), truth, lambda point: None, 0)
+    parts.drafter._inner._script = lambda request: [POISON] * 3
+    engine = faulty_engine(parts, poison=True)
+    for at in range(6):
+        submit(engine, f"r{at}", [at + 1] * (3 + 9 * at), n=1 + at % 2)
+    for name, result in run(engine).items():
+        assert [o.token_ids for o in result.outputs] == truth[name]
+    assert engine.stats().kv_pages_used == 0
+    assert engine.stats().num_failed == 0
 
 
 def test_a_nan_says_where(parts_of: Any) -> None:

@@ -16,6 +16,8 @@ from deepinfer_core.engine.speculation import MOST_FAILURES, PROBE_ROUNDS, SUSPE
 from deepinfer_core.interfaces.budget import BudgetRequest
 from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
 from deepinfer_core.requests import FinishReason, Request, SamplingParams
+from deepinfer_core.testing import example_cache
+from deepinfer_core.testing.example_cache import SnapshotCache
 from deepinfer_core.testing.fakes import ScriptedDrafter
 from deepinfer_core.testing.plugins import offer, plugin
 
@@ -514,3 +516,46 @@ def test_the_drafter_learns_what_became_of_its_drafts(make_engine: Any, drive: A
     driver.submit("r", [1, 2], max_tokens=7)
     driver.run()
     assert outcome_of(drafter.outcomes) == [(3, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("replay", [0, 5, 1000])
+def test_rows_of_a_cached_prefix_are_replayed_for_the_drafter(
+    make_engine: Any, drive: Any, replay: int
+) -> None:
+    class Watching(ScriptedDrafter):
+        replay_tokens = replay
+
+        def __init__(self) -> None:
+            super().__init__(lambda request: [1, 2, 3], taps=TAPS)
+            self.replay_tokens = replay
+            self.shown: dict[int, dict[int, torch.Tensor]] = {}
+
+        def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
+            owners = [
+                sequence_id
+                for at, sequence_id in enumerate(rows.sequence_ids)
+                for _ in range(rows.query_starts[at + 1] - rows.query_starts[at])
+            ]
+            for at, (owner, position) in enumerate(zip(owners, rows.positions, strict=True)):
+                values = torch.cat([taps[name][at] for name in TAPS])
+                self.shown.setdefault(owner, {})[int(position)] = values
+
+    drafter = Watching()
+    parts = drafting(drafter)
+    snapshots = offer(
+        Slot.CACHE, "snapshots", build=lambda c, x: SnapshotCache(x), auto=False,
+        offers=example_cache.OFFERS,
+    )  # fmt: skip
+    parts["plugins"].append(plugin("snapshot_plugin", snapshots))
+    parts["config"]["cache"] = "snapshots"
+    driver = drive(make_engine(max_batch_tokens=16, **parts))
+    for name in ("first", "second"):
+        driver.submit(name, list(range(1, 50)), max_tokens=8)
+        driver.run()
+    first, second = driver.results["first"], driver.results["second"]
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+    before, after = drafter.shown[0], drafter.shown[1]
+    assert sorted(before) == list(range(56))
+    assert sorted(after) == list(range(max(0, 48 - replay), 56))
+    assert all(torch.equal(before[position], values) for position, values in after.items())

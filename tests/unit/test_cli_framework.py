@@ -175,10 +175,21 @@ def parsed(*arguments: str) -> tuple[EngineArgs, SamplingArgs]:
 def test_shared_options() -> None:
     engine, sampling = parsed(
         *("--model", "m", "--config", "c.toml", "--set", "a=1", "--set", "b=2"),
-        *("--accelerator", "cpu", "--max-tokens", "5", "--temperature", "0.5", "--seed", "3"),
+        *(
+            "--accelerator",
+            "cpu",
+            "--drafter",
+            "none",
+            "--max-tokens",
+            "5",
+            "--temperature",
+            "0.5",
+            "--seed",
+            "3",
+        ),
     )
     assert engine == EngineArgs(
-        model="m", config=Path("c.toml"), sets=("a=1", "b=2"), accelerator="cpu"
+        model="m", config=Path("c.toml"), sets=("a=1", "b=2"), accelerator="cpu", drafter="none"
     )
     assert sampling.given() == {"max_tokens": 5, "temperature": 0.5, "seed": 3}
 
@@ -191,6 +202,12 @@ def test_shared_options_default_to_nothing_said() -> None:
 
 def test_model_option_is_a_string_whatever_it_looks_like() -> None:
     assert EngineArgs(model='7"x').load().model == '7"x'
+
+
+def test_drafter_option_names_the_drafter() -> None:
+    assert EngineArgs(drafter="none", sets=("drafter.use=auto",)).load().drafter.use == "none"
+    with pytest.raises(DeepInferError, match="no drafter is named 'acme'"):
+        EngineArgs(drafter="acme").load()
 
 
 def test_accelerator_goes_before_variable_goes_before_file(

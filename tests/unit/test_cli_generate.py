@@ -103,6 +103,8 @@ def test_json_is_one_object_with_stable_names(capsys: pytest.CaptureFixture[str]
         "token_ids",
         "prompt_tokens",
         "cached_tokens",
+        "drafted",
+        "accepted",
         "finish_reason",
         "stop_reason",
         "seed",
@@ -466,6 +468,21 @@ def test_every_flag_arrives() -> None:
     assert "min_tokens" in values
 
 
+def test_grammars_come_from_text_json_and_files(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    cases = {
+        "regex=[0-9]=1": ("regex", "[0-9]=1"),
+        "regex=12": ("regex", "12"),
+        'choice=["a", "b"]': ("choice", ["a", "b"]),
+        f"json_schema=@{schema}": ("json_schema", {"type": "object"}),
+        "structural_tag=plain": ("structural_tag", "plain"),
+    }
+    for text, (kind, source) in cases.items():
+        structured = parse("--structured", text)["structured"]
+        assert (structured.kind, structured.source) == (kind, source)
+
+
 def test_every_field_of_sampling_params_has_a_flag() -> None:
     import attrs
 
@@ -507,6 +524,8 @@ def test_the_first_bad_lines_are_named_and_the_rest_counted(
         (["a", "--top-p", "7"], "top_p must be"),
         (["a", "--temperature", "nan"], "temperature"),
         (["a", "--logit-bias", "x"], "expected ID=NUMBER"),
+        (["a", "--structured", "regex"], "expected KIND=SOURCE"),
+        (["a", "--structured", "ebnf=@/no/such/file"], "cannot read /no/such/file"),
         (["a", "--max-tokens", "0"], "--max-tokens"),
         (["a", "--top-k", "-1"], "top_k must be"),
     ],

@@ -559,3 +559,33 @@ def test_rows_of_a_cached_prefix_are_replayed_for_the_drafter(
     assert sorted(before) == list(range(56))
     assert sorted(after) == list(range(max(0, 48 - replay), 56))
     assert all(torch.equal(before[position], values) for position, values in after.items())
+
+
+def test_budgets_can_measure_steps(make_engine: Any, drive: Any, plain: Any) -> None:
+    """Asked in the middle of things, between two steps; nothing that is alive notices."""
+    contexts: list[Any] = []
+
+    class Measuring(RandomBudget):
+        def total(
+            self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int
+        ) -> int:
+            assert contexts[-1].step_ms(1 + num_other_tokens % 3) > 0
+            return super().total(requests, num_other_tokens, limit)
+
+    def build(config: Any, context: Any) -> Any:
+        contexts.append(context)
+        return Measuring()
+
+    for _ in range(2):
+        parts = drafting(GuessingDrafter(plain[1], 0.3))
+        parts["plugins"].append(
+            plugin("measuring", offer(Slot.BUDGET, "measuring", build=build, auto=False))
+        )
+        parts["config"]["budget"] = "measuring"
+        driver = drive(make_engine(max_drafts=4, **parts))
+    submit_mixed(driver.submit)
+    assert facts(driver.run()) == plain[0]
+    first, second = contexts
+    assert first.fingerprint == second.fingerprint != ""
+    assert (second.max_drafts, second.max_batch_tokens, second.verification) == (4, 64, "coupled")
+    assert second.step_ms(2) == second.step_ms(2)

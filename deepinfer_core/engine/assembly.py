@@ -205,7 +205,8 @@ class _Builder:
         budget = None if drafter is None else self._budget(spec, accelerator, executor, details)
         details["drafts"] = describe_drafts(self._plan, () if drafter is None else drafter.taps)
         tokenizer, tokenizer_error = tokenizing.result()
-        pages = self._cache(spec, num_pages, storages, details)
+        again = drafter.replay_tokens if drafter is not None and drafter.taps else 0
+        pages = self._cache(spec, num_pages, storages, details, recompute_tokens=again)
         return EngineParts(
             config=self._config,
             plan=self._plan.with_details(details),
@@ -408,6 +409,8 @@ class _Builder:
         num_pages: tuple[int, ...],
         storages: Items[GroupStorage],
         details: Mapping[str, str],
+        *,
+        recompute_tokens: int,
     ) -> Cache:
         home = default_cache_dir(os.environ)  # noqa: TID251 - where the user keeps such files
         namespace = self._namespace(spec, details, home)
@@ -431,6 +434,7 @@ class _Builder:
                 num_pages=num_pages,
                 namespace=namespace,
                 clock=time.monotonic,
+                recompute_tokens=recompute_tokens,
                 eviction=self._eviction(),
                 kv_store=store,
                 export_page=lambda group, page: storages[group].export_page(page),

@@ -25,6 +25,8 @@ class CacheContext:
         num_pages: pages of each group.
         namespace: digest of model and layout; pages of different namespaces never match.
         clock: seconds, monotonic; the only source of time.
+        recompute_tokens: positions at the end of a hit that are to be computed again in any case,
+            since a drafter reads layers of the target; fewer where their windows are gone.
         eviction: makes an eviction policy; called once for each order a cache keeps. None where
             none is composed.
         kv_store: pages behind the device, or None; the cache calls it from threads of its own, and
@@ -39,6 +41,7 @@ class CacheContext:
     num_pages: tuple[int, ...]
     namespace: str
     clock: Callable[[], float]
+    recompute_tokens: int = 0
     eviction: Callable[[], Any] | None = None
     kv_store: Any = None
     export_page: Callable[[int, int], bytes] | None = None

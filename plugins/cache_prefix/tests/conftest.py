@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import deepinfer_prefix
+from deepinfer_core.components import Slot
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, RequestOutput, SamplingParams
+from deepinfer_core.testing.plugins import offer, plugin
 from deepinfer_core.testing.tiny import write_tiny_model
 
 WINDOW = 12
@@ -108,6 +110,7 @@ def make(models: dict[str, Path]) -> Iterator[MakeRunner]:
         cache: Any = "prefix",
         kv_store: Any = "none",
         observer: Any = "auto",
+        drafter: Any = None,
         **options: Any,
     ) -> Runner:
         options = {"page_size": 8, "kv_pages": 120, "max_batch_tokens": 64, **options}
@@ -116,9 +119,12 @@ def make(models: dict[str, Path]) -> Iterator[MakeRunner]:
             cache=cache,
             kv_store=kv_store,
             observer=observer,
+            drafter="none" if drafter is None else "toy",
             engine=EngineOptions(**options),
         )
-        engines.append(Engine.from_config(config, [deepinfer_prefix], discover=False, environ={}))
+        toy = offer(Slot.DRAFTER, "toy", build=lambda config, context: drafter, auto=False)
+        plugins = [deepinfer_prefix, plugin("toy_plugin", toy)]
+        engines.append(Engine.from_config(config, plugins, discover=False, environ={}))
         return Runner(engines[-1])
 
     yield runner

@@ -91,7 +91,7 @@ class PrefixCache:
         self._store = PageStore(
             context.groups, context.num_pages, self._rules, context.namespace, context.eviction
         )
-        self._lookup = Lookup(context.groups, self._rules)
+        self._lookup = Lookup(context.groups, self._rules, context.recompute_tokens)
         self._copies = Copies(len(self._groups), self._end_copy)
         self._held: dict[int, _Held] = {}
         self._coming: dict[int, _Coming] = {}

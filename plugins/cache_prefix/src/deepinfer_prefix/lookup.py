@@ -40,10 +40,14 @@ class Lookup:
     Args:
         groups: the model's cache groups.
         rules: how they are recovered.
+        recompute_tokens: positions at the end of a hit to compute again in any case, as far as
+            their state can be had.
     """
 
-    def __init__(self, groups: Sequence[CacheGroupSpec], rules: Rules) -> None:
-        self._groups, self._rules = tuple(groups), rules
+    def __init__(
+        self, groups: Sequence[CacheGroupSpec], rules: Rules, recompute_tokens: int = 0
+    ) -> None:
+        self._groups, self._rules, self._again = tuple(groups), rules, recompute_tokens
 
     def start(
         self,
@@ -84,14 +88,16 @@ class Lookup:
         """The best start within a match."""
         rules = self._rules
         if not rules.windows and not rules.states:
-            return Start(match=match, compute_from=match.length, cuts=match.cuts)
+            start = match.length - self._again
+            used = match if start > 0 else match.whole(0)
+            return Start(match=used, compute_from=max(0, start), cuts=used.cuts)
         best = Start(match=match.whole(0), compute_from=0)
-        if rules.snapshots:
+        if rules.snapshots and not (self._again and rules.replay_rows is not None):
             kept = self._with_snapshot(match)
             best = Start(match=kept, compute_from=kept.length, cuts=kept.cuts)
         if rules.replay_rows is None or not (inexact or rules.replay_is_exact):
             return best
-        start = match.length - rules.replay_rows
+        start = match.length - max(rules.replay_rows, self._again)
         if start <= best.compute_from:
             return best
         cuts = match.cuts

@@ -51,7 +51,7 @@ class Reader(ScriptedDrafter):
         super().__init__(lambda request: (), taps=["layer.1"])
         self.replay_tokens = replay_tokens
         self.shown: dict[int, list[int]] = {}
-        self.values: dict[int, Any] = {}
+        self.values: dict[tuple[int, int], Any] = {}
 
     def observe(self, rows: Any, taps: Mapping[str, Any]) -> None:
         super().observe(rows, taps)

@@ -120,6 +120,8 @@ def result(generation: Any, said: Sequence[Sequence[int]], cached: int) -> Reque
         prompt_token_ids=generation.prompt_token_ids,
         outputs=outputs,
         cached_tokens=cached,
+        drafted=6,
+        accepted=4,
         invariant=True,
     )
 

@@ -43,6 +43,8 @@ def test_an_answer(world: Any) -> None:
     assert said["usage"]["prompt_tokens"] == len(exchange.generations[0].prompt_token_ids)
     assert said["usage"]["completion_tokens"] == 10
     assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    spent = said["usage"]["completion_tokens_details"]
+    assert (spent["accepted_prediction_tokens"], spent["rejected_prediction_tokens"]) == (4, 2)
     assert "".join(delta.get("content", "") for delta in deltas(events)) == "Hey 🙂."
     assert events[-1].encode() == b"data: [DONE]\n\n"
     assert all("usage" not in data for data in chunks(events))

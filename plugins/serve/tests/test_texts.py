@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -101,3 +102,23 @@ def test_metrics_count_what_happened(start: Any) -> None:
     assert "/secret/path" not in paths
     assert {PATH, "other"} <= paths
     assert all(name.startswith("deepinfer_") for name, _ in samples)
+
+
+def test_drafts_are_counted_by_place() -> None:
+    from deepinfer_core.engine.stats import Counters, EngineStats
+    from deepinfer_core.interfaces.cache import CacheUsage
+    from deepinfer_serve.metrics import Metrics
+
+    counters = Counters()
+    counters.count_drafts(3, 1)
+    counters.count_drafts(2, 2)
+    pages = (CacheUsage(total=10, used=4, reusable=1, free=5),)
+    counted = attrs.asdict(counters)
+    known = {field.name for field in attrs.fields(EngineStats)}
+    stats = EngineStats(
+        running=1, waiting=0, pages=pages, **{k: v for k, v in counted.items() if k in known}
+    )
+    text = Metrics("toy").text(stats, stored=0, stored_bytes=0).decode()
+    assert 'deepinfer_draft_tokens_total{position="2"} 1.0' in text
+    assert 'deepinfer_accepted_draft_tokens_total{position="0"} 2.0' in text
+    assert 'deepinfer_kv_cache_usage_ratio{group="0"} 0.4' in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -186,10 +185,14 @@ def _engine_families(stats: Any, stored: int, stored_bytes: int) -> list[Any]:
 
 
 def _draft_families(stats: Any) -> list[Any]:
-    """Counters of speculative decoding, where the engine counts them."""
-    fields = {item.name for item in attrs.fields(type(stats))} if attrs.has(type(stats)) else set()
-    return [
-        CounterMetricFamily(f"deepinfer_{field[4:]}", f"{field[4:]} so far.", value=value)
-        for field in sorted(fields)
-        if "draft" in field and isinstance(value := getattr(stats, field), int)
-    ]
+    """Drafts by their place, the first one 0; nothing where the engine does not count them."""
+    families = []
+    for field, name, text in (
+        ("drafted_by_position", "deepinfer_draft_tokens", "Drafts verified, by place."),
+        ("accepted_by_position", "deepinfer_accepted_draft_tokens", "Drafts accepted, by place."),
+    ):
+        counted = CounterMetricFamily(name, text, labels=["position"])
+        for position, value in enumerate(getattr(stats, field, ())):
+            counted.add_metric([str(position)], value)
+        families.append(counted)
+    return families

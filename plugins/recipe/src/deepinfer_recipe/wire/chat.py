@@ -309,7 +309,11 @@ def chat_usage(reply: BaseReply) -> dict[str, Any]:
         "completion_tokens": reply.completion_tokens,
         "total_tokens": reply.prompt_tokens + reply.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": reply.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": reply.reasoning_tokens,
+            "accepted_prediction_tokens": reply.accepted_drafts,
+            "rejected_prediction_tokens": reply.rejected_drafts,
+        },
         "prompt_cache_hit_tokens": reply.cached_tokens,
         "prompt_cache_miss_tokens": reply.prompt_tokens - reply.cached_tokens,
     }

@@ -133,7 +133,7 @@ class BaseReply:
         for group in turns:
             first = sum(map(len, self._choices))
             self._choices.append([Choice(first + at, turn) for at, turn in enumerate(group)])
-        self._cached = 0
+        self._cached = self._drafted = self._accepted = 0
         self._failure: Fault | None = None
         self._finished = False
 
@@ -196,7 +196,10 @@ class BaseReply:
         if self._failure is not None:
             return list(self.fail(self._failure))
         self._finished = True
-        self._cached = sum(result.cached_tokens for result in results if result is not None)
+        known = [result for result in results if result is not None]
+        self._cached = sum(result.cached_tokens for result in known)
+        self._drafted = sum(result.drafted for result in known)
+        self._accepted = sum(result.accepted for result in known)
         events: list[ServerEvent] = []
         for choice in self.choices:
             if not choice.turn.done:  # the engine said no more; what there is counts
@@ -234,6 +237,16 @@ class BaseReply:
     def cached_tokens(self) -> int:
         """How many of them came from a cache; known at the end."""
         return self._cached
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Draft tokens that were accepted; known at the end."""
+        return self._accepted
+
+    @property
+    def rejected_drafts(self) -> int:
+        """Draft tokens that were verified and not accepted; known at the end."""
+        return self._drafted - self._accepted
 
     @property
     def completion_tokens(self) -> int:

@@ -168,7 +168,7 @@ class Turn:
 
     def _pieces(self, events: Sequence[ParsedEvent]) -> list[Piece]:
         found: list[Piece] = []
-        for event in events:
+        for event in _texts_joined(events):
             tokens = self._tokens_of(event)
             if event.kind is EventKind.TEXT:
                 found += self._answer(event, tokens)
@@ -235,6 +235,16 @@ class Turn:
             start -= 1
             found = self._pending[start].text + found
         return found.endswith(text)
+
+
+def _texts_joined(events: Sequence[ParsedEvent]) -> list[ParsedEvent]:
+    found: list[ParsedEvent] = []
+    for event in events:
+        if found and event.kind is found[-1].kind is EventKind.TEXT:
+            found[-1] = evolve(event, text=found[-1].text + event.text)
+        else:
+            found.append(event)
+    return found
 
 
 def finish_word(turn: Turn, words: dict[str, str]) -> str:

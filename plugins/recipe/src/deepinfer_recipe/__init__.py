@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from deepinfer_core.components import Component
+from deepinfer_core.capabilities import Facts
+from deepinfer_core.components import Component, Priority
 from deepinfer_core.hookspecs import AnyComponent, hookimpl
 from deepinfer_recipe.config import ChatConfig, MistralConfig, ParserConfig
 from deepinfer_recipe.constraint.config import XgrammarConfig
@@ -70,10 +71,22 @@ def deepinfer_parsers() -> tuple[AnyComponent, ...]:
     )
 
 
-def _build_chat(config: Any, context: Any) -> Any:
-    from deepinfer_recipe.recipe import build
+def _recipe(name: str) -> Any:
+    def build(config: Any, context: Any) -> Any:
+        from deepinfer_recipe import recipe
 
-    return build(config, context)
+        return getattr(recipe, name)(config, context)
+
+    return build
+
+
+def _is(version: str) -> Any:
+    def fits(facts: Facts) -> str | None:
+        if facts.architecture.lower().startswith(f"deepseek{version}for"):
+            return None
+        return f"renders DeepSeek {version} only, not {facts.architecture or 'an unknown model'}"
+
+    return fits
 
 
 @hookimpl
@@ -82,8 +95,24 @@ def deepinfer_recipes() -> tuple[AnyComponent, ...]:
     return (
         Component(
             name="chat",
-            build=_build_chat,
+            build=_recipe("build"),
             config_type=ChatConfig,
             summary="the checkpoint's chat template; OpenAI and Anthropic protocols",
+        ),
+        Component(
+            name="deepseek_v4",
+            build=_recipe("build_deepseek_v4"),
+            config_type=ChatConfig,
+            priority=Priority.SPECIALIZED,
+            fits=_is("v4"),
+            summary="DeepSeek V4's encoding; OpenAI and Anthropic protocols",
+        ),
+        Component(
+            name="deepseek_v4_1",
+            build=_recipe("build_deepseek_v4_1"),
+            config_type=ChatConfig,
+            priority=Priority.SPECIALIZED,
+            fits=_is("v41"),
+            summary="DeepSeek V4.1's encoding; OpenAI and Anthropic protocols",
         ),
     )

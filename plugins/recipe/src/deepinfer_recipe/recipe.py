@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from deepinfer_core.builtin.template_recipe import TemplateRecipe
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.parser import Parser
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.interfaces.wire import WireFormat
+from deepinfer_core.text.chat_template import plain_data
 from deepinfer_recipe.config import ChatConfig
 from deepinfer_recipe.kit import Kit, Renderer
+from deepinfer_recipe.render.deepseek import DeepseekRenderer
 from deepinfer_recipe.render.template import TemplateRenderer
 from deepinfer_recipe.wire.anthropic import CountFormat, MessagesFormat
-from deepinfer_recipe.wire.chat import ChatFormat
+from deepinfer_recipe.wire.chat import ChatFormat, read_conversation
 from deepinfer_recipe.wire.completions import CompletionsFormat
+from deepinfer_recipe.wire.fields import Fields
 from deepinfer_recipe.wire.responses import ResponsesFormat
 
 _SIGNS = (
@@ -32,6 +36,18 @@ _SIGNS = (
 def build(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe."""
     return ChatRecipe(config, context, TemplateRenderer(context))
+
+
+def build_deepseek_v4(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
+    """Make the recipe of DeepSeek V4."""
+    renderer = DeepseekRenderer(context.tokenizer, v41=False)
+    return DeepseekRecipe(config, context, renderer, "deepseek_v4")
+
+
+def build_deepseek_v4_1(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
+    """Make the recipe of DeepSeek V4.1."""
+    renderer = DeepseekRenderer(context.tokenizer, v41=True)
+    return DeepseekRecipe(config, context, renderer, "deepseek_v4_1")
 
 
 def dialect_of(template: str | None) -> str:
@@ -91,3 +107,29 @@ class ChatRecipe(TemplateRecipe):
                 )
             return PlainParser
         return found
+
+
+class DeepseekRecipe(ChatRecipe):
+    """As `ChatRecipe`, with a renderer that needs no template."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt; see ``Recipe.render``.
+
+        Raises:
+            RequestError: a message is malformed.
+        """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise RequestError("messages must be a list of mappings with 'role' and 'content'")
+        body: dict[str, Any] = {"messages": plain_data(list(messages)), **(options or {})}
+        if tools:
+            body["tools"] = plain_data(list(tools))
+        prompt = self._renderer.prompt(read_conversation(Fields(body)))
+        ids = prompt.token_ids
+        return list(ids if add_generation_prompt else ids[: len(ids) - len(prompt.opening)])

@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer_core.testing.fakes import byte_tokenizer
 from deepinfer_recipe.conversation import AnswerFormat, Call, Conversation, Message, Tool
-from deepinfer_recipe.render.deepseek import Control, DeepseekEncoding, text_of
+from deepinfer_recipe.render.deepseek import Control, DeepseekEncoding, DeepseekRenderer, text_of
+from deepinfer_recipe.render.deepseek_text import CONTROL
 
 oracle: Any = pytest.importorskip("deepseek_recipe")
+
+from deepinfer_recipe.render.package import PackageRenderer  # noqa: E402 - it needs the package
 
 TEXTS = st.sampled_from(["", "Hi", "two\n\nlines", " blank ", "<｜User｜>", "</think>", "é🙂", "<"])
 VALUES = st.recursive(
@@ -111,3 +115,14 @@ def test_equal_to_the_oracle(v41: bool, conversation: Conversation) -> None:
             ranges.append((place, place + size))
         place += size
     assert ranges == rendered.special_ranges
+
+
+@pytest.mark.parametrize("v41", [False, True])
+@given(conversation=conversations())
+@settings(max_examples=60, deadline=None)
+def test_both_renderers_give_the_same_tokens(v41: bool, conversation: Conversation) -> None:
+    if conversation.thinking is False:
+        return  # protocols leave old thoughts out; the package keeps what it is given
+    tokenizer = byte_tokenizer(CONTROL)
+    ours = DeepseekRenderer(tokenizer, v41=v41).prompt(conversation)
+    assert PackageRenderer(tokenizer, v41=v41).prompt(conversation) == ours

@@ -8,7 +8,7 @@ from typing import Any
 from deepinfer_core.capabilities import Facts
 from deepinfer_core.components import Component, Priority
 from deepinfer_core.hookspecs import AnyComponent, hookimpl
-from deepinfer_recipe.config import ChatConfig, MistralConfig, ParserConfig
+from deepinfer_recipe.config import ChatConfig, DeepseekConfig, MistralConfig, ParserConfig
 from deepinfer_recipe.constraint.config import XgrammarConfig
 
 DEEPINFER_API = 1
@@ -102,7 +102,7 @@ def deepinfer_recipes() -> tuple[AnyComponent, ...]:
         Component(
             name="deepseek_v4",
             build=_recipe("build_deepseek_v4"),
-            config_type=ChatConfig,
+            config_type=DeepseekConfig,
             priority=Priority.SPECIALIZED,
             fits=_is("v4"),
             summary="DeepSeek V4's encoding; OpenAI and Anthropic protocols",
@@ -110,7 +110,7 @@ def deepinfer_recipes() -> tuple[AnyComponent, ...]:
         Component(
             name="deepseek_v4_1",
             build=_recipe("build_deepseek_v4_1"),
-            config_type=ChatConfig,
+            config_type=DeepseekConfig,
             priority=Priority.SPECIALIZED,
             fits=_is("v41"),
             summary="DeepSeek V4.1's encoding; OpenAI and Anthropic protocols",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from attrs import field, frozen
+from attrs.validators import in_
 
 THINK = ("<think>", "</think>")
 
@@ -43,3 +44,14 @@ class ChatConfig:
     """
 
     parser: str = "auto"
+
+
+@frozen(kw_only=True)
+class DeepseekConfig(ChatConfig):
+    """Options of the DeepSeek recipes.
+
+    Attributes:
+        renderer: "native", or "deepseek-recipe" for DeepSeek's own package.
+    """
+
+    renderer: str = field(default="native", validator=in_(("native", "deepseek-recipe")))

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepinfer_core.builtin.template_recipe import TemplateRecipe
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import ConfigError, RequestError
 from deepinfer_core.interfaces.parser import Parser
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.interfaces.wire import WireFormat
 from deepinfer_core.text.chat_template import plain_data
-from deepinfer_recipe.config import ChatConfig
+from deepinfer_recipe.config import ChatConfig, DeepseekConfig
 from deepinfer_recipe.kit import Kit, Renderer
 from deepinfer_recipe.render.deepseek import DeepseekRenderer
 from deepinfer_recipe.render.template import TemplateRenderer
@@ -38,16 +38,28 @@ def build(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
     return ChatRecipe(config, context, TemplateRenderer(context))
 
 
-def build_deepseek_v4(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
+def build_deepseek_v4(config: DeepseekConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe of DeepSeek V4."""
-    renderer = DeepseekRenderer(context.tokenizer, v41=False)
-    return DeepseekRecipe(config, context, renderer, "deepseek_v4")
+    return DeepseekRecipe(config, context, _renderer(config, context, v41=False), "deepseek_v4")
 
 
-def build_deepseek_v4_1(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
+def build_deepseek_v4_1(config: DeepseekConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe of DeepSeek V4.1."""
-    renderer = DeepseekRenderer(context.tokenizer, v41=True)
-    return DeepseekRecipe(config, context, renderer, "deepseek_v4_1")
+    return DeepseekRecipe(config, context, _renderer(config, context, v41=True), "deepseek_v4_1")
+
+
+def _renderer(config: DeepseekConfig, context: RecipeContext, *, v41: bool) -> Renderer:
+    if config.renderer == "native":
+        return DeepseekRenderer(context.tokenizer, v41=v41)
+    try:
+        from deepinfer_recipe.render.package import PackageRenderer
+
+        return PackageRenderer(context.tokenizer, v41=v41)
+    except ImportError as error:
+        raise ConfigError(
+            "recipe.renderer 'deepseek-recipe' needs a package that is not installed; "
+            "pip install 'deepinfer-recipe[deepseek]', or set it to 'native'"
+        ) from error
 
 
 def dialect_of(template: str | None) -> str:

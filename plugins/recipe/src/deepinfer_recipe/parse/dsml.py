@@ -143,6 +143,9 @@ class Dsml(Outer):
             self._on_mark(meaning, mark)
             return
         tag, header = self._tag, "".join(self._header[1:])
+        if header.strip() == "name=":  # this quote opens the name, which begins with >
+            self._header.append(mark)
+            return
         if tag == "invoke":
             found = _NAME_ONLY.fullmatch(header)
             if found is None or not found[1]:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_core.interfaces.parser import EventKind, ParserContext
+from deepinfer_core.interfaces.parser import EventKind, ParsedEvent, ParserContext
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.testing.contracts import RecipeContract
 from deepinfer_core.testing.fakes import byte_tokenizer
@@ -75,7 +75,7 @@ def test_what_is_rendered_is_parsed_back(
     output = ids[ids.index(begin) + 1 : ids.index(end)]
     kind = DeepseekV41 if v41 else DeepseekV4
     parser = kind(ParserConfig(), ParserContext(token_of=tokenizer.id_of))
-    stream, events, held = parser.stream(), [], []
+    stream, events, held = parser.stream(), list[ParsedEvent](), list[int]()
     for token in (*output, None):
         if token is not None and token not in parser.token_ids:
             held.append(token)

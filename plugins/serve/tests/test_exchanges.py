@@ -283,6 +283,21 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(gated: Any, gate: Any)
     assert not live.thread.is_alive()
 
 
+def test_a_stream_that_outlasts_draining_ends_with_an_event(gated: Any, gate: Any) -> None:
+    live = gated(drain_timeout_s=0)
+    with (
+        live.client() as client,
+        client.stream("POST", PATH, json={"prompts": ["hello"], "stream": True}) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines) == "event: begun"
+        live.server.handle_exit(15, None)
+        found = list(parsed(lines))
+    assert found[-1][0] == "fault"
+    assert found[-1][1]["status"] == 503
+    gate.open()
+
+
 def test_a_failed_engine_is_told_everywhere(start: Any) -> None:
     from deepinfer_core.errors import EngineError
 

@@ -108,7 +108,12 @@ class FormatEndpoint:
             else:
                 found = await while_listening(receive, run.complete())
                 await send_json(send, found, headers=_headers(exchange))
-        except (ClientGone, asyncio.CancelledError):
+        except ClientGone:
+            raise
+        except asyncio.CancelledError:
+            if site.draining and run is not None and stream.open:
+                await stream.put(run.reply.fail(fault_of(EngineClosedError())))
+                await stream.end()
             raise
         except Exception as error:
             fault = fault_of(error)

@@ -692,12 +692,12 @@ class Engine:
             sequence = member.sequence
             if sequence.phase is not Phase.HELD:
                 continue
+            sequence.cuts = first.cuts
             if share and self._fork(first, sequence, common):
                 sequence.opened = True
                 sequence.num_computed = sequence.num_committed = common
                 sequence.final_below = common
                 sequence.write_floor, sequence.visible_from = 0, first.visible_from
-                sequence.cuts = first.cuts
                 sequence.phase = Phase.RUNNING
                 self._running.append(sequence)
             else:

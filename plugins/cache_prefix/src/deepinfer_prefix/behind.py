@@ -90,6 +90,8 @@ class Behind:
 
     def save(self, node: Node) -> None:
         """Write a block that was just computed, soon."""
+        if node.cuts:
+            return  # nobody could find it: its key is known to those only who know its cuts
         pages = self._pages_of(node)
         if pages is None or self._exporting >= MOST_EXPORTS:
             self.num_not_written += 1
@@ -97,8 +99,7 @@ class Behind:
         self._exporting += 1
         for group in self._stored:
             self._store.hold(group, pages[group] or [])
-        key, exact, content = node.key, not node.cuts, node.content
-        self._copier.submit(self._export, key, exact, content, pages)
+        self._copier.submit(self._export, node.key, node.content, pages)
 
     def _pages_of(self, node: Node) -> list[Pages | None] | None:
         if any(node.pages[group] is None for group in self._stored):
@@ -108,7 +109,7 @@ class Behind:
             for group, pages in enumerate(node.pages)
         ]
 
-    def _export(self, key: bytes, exact: bool, content: bytes, pages: list[Pages | None]) -> None:
+    def _export(self, key: bytes, content: bytes, pages: list[Pages | None]) -> None:
         """Copy a block out; on a thread of its own."""
         try:
             parts = [
@@ -116,7 +117,7 @@ class Behind:
                 for group in self._stored
                 for page in pages[group] or ()
             ]
-            page = StoredPage(data=b"".join(parts), exact=exact, content=content)
+            page = StoredPage(data=b"".join(parts), content=content)
             self._loader.save(key, page)
         except Exception as error:  # a page that is not written is a later miss
             get_logger("kv_store").warning("kv_store.not_exported", error=repr(error))

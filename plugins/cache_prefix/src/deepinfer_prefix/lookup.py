@@ -107,19 +107,22 @@ class Lookup:
 
     def _with_snapshot(self, match: Match) -> Match:
         """The longest part of a match at whose end every window and state is kept."""
-        if match.last is not None and self._is_kept([*match.path, match.last], match.length):
-            return match
-        for num_blocks in range(len(match.path), 0, -1):
-            if self._is_kept(match.path[:num_blocks], match.path[num_blocks - 1].end):
-                return match.whole(num_blocks)
+        if match.last is not None:
+            nodes = [*match.path, match.last]
+            if self._is_kept(nodes, len(nodes), match.length):
+                return match
+        for count in range(len(match.path), 0, -1):
+            if self._is_kept(match.path, count, match.path[count - 1].end):
+                return match.whole(count)
         return match.whole(0)
 
-    def _is_kept(self, nodes: Sequence[Node], length: int) -> bool:
+    def _is_kept(self, nodes: Sequence[Node], count: int, length: int) -> bool:
+        """Whether the first ``count`` blocks end at ``length`` with all that is needed there."""
         for group in self._rules.states:
-            if nodes[-1].pages[group] is None or nodes[-1].end != length:
+            if nodes[count - 1].pages[group] is None or nodes[count - 1].end != length:
                 return False
         for group in self._rules.windows:
             first = max(0, length - self._groups[group].window + 1) // self._rules.block_tokens
-            if any(node.pages[group] is None for node in nodes[first:]):
+            if any(nodes[at].pages[group] is None for at in range(first, count)):
                 return False
         return True

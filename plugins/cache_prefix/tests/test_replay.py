@@ -60,6 +60,23 @@ def test_exact_rules_give_the_same_bits(
         assert bits(found) == bits(cold.run(prompt))
 
 
+@pytest.mark.parametrize("model", ["gemma3", "gpt-oss"])
+def test_every_rule_serves_real_families(make: Any, tokens: Tokens, model: str) -> None:
+    prompt = [*tokens(60), *tokens(9, 1)]
+    expected = bits(make(model, "pages").run(prompt))
+    for config, rows in ((SNAPSHOT, 0), (EXACT, EXACT_ROWS), (BOUNDED, 12)):
+        runner = make(model, config)
+        runner.run(tokens(60), max_tokens=1)
+        before = runner.computed()
+        found = runner.run(prompt, max_tokens=1)
+        assert (found.cached_tokens, runner.computed() - before) == (60, 9 + rows)
+        assert found.exact is (config is not BOUNDED)
+        if found.exact:
+            assert bits(runner.run(prompt)) == expected
+        else:
+            assert bits(runner.run(prompt, exact=True)) == expected
+
+
 def test_one_row_too_few_is_noticed(make: Any, tokens: Tokens) -> None:
     prompt = [*tokens(60), *tokens(2, 1)]
     expected = bits(make("hybrid", "pages").run(prompt))

@@ -189,6 +189,10 @@ class PagesCache:
             for pool in self._pools
         )
 
+    def stats(self) -> dict[str, float]:
+        """Nothing: there is no store behind."""
+        return {}
+
     def close(self) -> None:
         """Nothing is held outside."""
 

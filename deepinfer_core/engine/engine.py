@@ -224,6 +224,7 @@ class Engine:
             running=len(self._running),
             waiting=len(self._waiting),
             pages=self._parts.cache.usage(),
+            kv_store=self._parts.cache.stats(),
             **attrs.asdict(self._counters),
         )
 

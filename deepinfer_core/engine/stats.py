@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import define, field, frozen
 
 from deepinfer_core.interfaces.cache import CacheUsage
@@ -48,6 +50,7 @@ class EngineStats:
         running: sequences that hold pages.
         waiting: sequences that hold none.
         pages: one entry a cache group.
+        kv_store: figures of the store behind the cache, by name; empty without one.
         num_draws: times a token was drawn for a sequence in a step, with or without drafts before.
         num_drafted: drafts verified.
         num_accepted: drafts accepted.
@@ -59,6 +62,7 @@ class EngineStats:
     running: int
     waiting: int
     pages: tuple[CacheUsage, ...]
+    kv_store: Mapping[str, float] = field(factory=dict)
     num_steps: int
     num_requests: int
     num_finished: int

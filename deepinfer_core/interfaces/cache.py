@@ -7,7 +7,7 @@ Everything is arithmetic on the host; pages move only through the ``PageCopy``s 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from attrs import field, frozen
@@ -194,6 +194,10 @@ class Cache(Protocol):
 
     def usage(self) -> tuple[CacheUsage, ...]:
         """Pages now, one entry a group."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures of the store behind, by name; empty without one. Never waits for the store."""
         ...
 
     def close(self) -> None:

@@ -258,6 +258,24 @@ def test_closing_writes_what_waits_and_closes_the_store(store: Gated, make: Any)
     assert store.put(KEYS[1], page(1)) is False
 
 
+def test_stats_never_wait_for_the_store(store: Gated, clock: Clock, make: Any) -> None:
+    loader = make(threads=1)
+    loader.load(KEYS[:1])
+    assert store.entered.acquire(timeout=30)
+    assert loader.stats() == {**dict.fromkeys(loader.counters, 0), "loads": 1}
+
+
+def test_stats_of_the_store_are_kept(store: Gated, clock: Clock, make: Any) -> None:
+    fill(store, 0, 1)
+    loader = make(threads=1)
+    clock.now_s = 10.0
+    loader.save(KEYS[2], page(2))  # wakes the thread, which then finds maintenance due
+    done = threading.Event()
+    wait(loader.load(KEYS[:1], notify=done.set), done)
+    loader.close()
+    assert loader.stats()["store.pages"] >= 2
+
+
 def test_a_miss_is_explained(store: Gated, make: Any) -> None:
     fill(store, 0, 1, 3)
     MemoryStore.put(store, KEYS[2], page(2), expires_at_s=-1.0)

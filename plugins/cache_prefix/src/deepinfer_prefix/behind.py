@@ -205,6 +205,10 @@ class Behind:
             self._ending.remove(arrival)
             self._give_back(arrival.pages)
 
+    def stats(self) -> dict[str, float]:
+        """Figures of the store and of the way there; never waits."""
+        return {**self._loader.stats(), "blocks_not_written": self.num_not_written}
+
     def flush(self) -> None:
         """Wait until everything is written; for tests and orderly ends."""
         self._copier.submit(lambda: None).result()

@@ -302,6 +302,10 @@ class PrefixCache:
             self._behind.settle()
         return self._store.usage()
 
+    def stats(self) -> dict[str, float]:
+        """Figures of the store behind, and of the way there."""
+        return {} if self._behind is None else self._behind.stats()
+
     # --------------------------------------------------------------------------------- opening
 
     def _fetch(self, root: Node, data: bytes, cuts: Cuts | None, num_tokens: int) -> _Coming | None:

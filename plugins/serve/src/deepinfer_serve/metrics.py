@@ -175,7 +175,10 @@ def _engine_families(stats: Any, stored: int, stored_bytes: int) -> list[Any]:
         used.add_metric([group], pages.used)
         total.add_metric([group], pages.total)
         usage.add_metric([group], pages.used / pages.total if pages.total else 0.0)
-    families += [used, total, usage]
+    store = GaugeMetricFamily("deepinfer_kv_store", "Figures of stored pages.", labels=["figure"])
+    for figure, value in getattr(stats, "kv_store", {}).items():
+        store.add_metric([figure], value)
+    families += [used, total, usage, store]
     families += [
         CounterMetricFamily(name, text, value=getattr(stats, field))
         for field, (name, text) in COUNTERS.items()

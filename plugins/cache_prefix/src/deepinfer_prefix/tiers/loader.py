@@ -223,6 +223,7 @@ class PageLoader:
         self._under_way: set[Load] = set()
         self._changed = threading.Condition()
         self._closing = False
+        self._store_stats: dict[str, float] = {}
         self._maintained_s = clock()
         self._threads = [
             threading.Thread(target=self._work, name=f"deepinfer-pages-{at}", daemon=True)
@@ -303,6 +304,12 @@ class PageLoader:
             self._changed.notify()
         return True
 
+    def stats(self) -> dict[str, float]:
+        """Counters, and the store's own figures of some seconds ago, their names after "store."."""
+        with self._changed:
+            found: dict[str, float] = dict(self.counters)
+        return {**found, **{f"store.{name}": at for name, at in self._store_stats.items()}}
+
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything handed over is written; for tests and orderly ends."""
         with self._changed:
@@ -370,7 +377,7 @@ class PageLoader:
         now_s = self._clock()
         if now_s - self._maintained_s >= MAINTAIN_EVERY_S:
             self._maintained_s = now_s
-            return partial(self._guard, "maintain", self.store.maintain)
+            return partial(self._guard, "maintain", self._maintain)
         return None
 
     def _load(self, load: Load, at: int) -> None:
@@ -405,6 +412,10 @@ class PageLoader:
             self.counters["written_pages" if kept else "refused_pages"] += 1
             self._queues.writing = False
             self._changed.notify_all()
+
+    def _maintain(self) -> None:
+        self.store.maintain()
+        self._store_stats = dict(self.store.stats())
 
     def _guard(self, name: str, call: Callable[[], None]) -> None:
         try:

@@ -33,7 +33,7 @@ def weight(native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = Fa
     """A packed weight; wild ones have scales of any bits."""
     rows: np.ndarray[Any, Any] = floats(n, k)
     if kind == structs.Format.BF16:
-        rows = np.ascontiguousarray(rows.view(np.uint16)[:, ::2])
+        rows = np.ascontiguousarray(rows.view(np.uint16)[:, 1::2])
     if kind in BLOCKS:
         rows = RANDOM.integers(0, 256, (n, k // 32, BLOCKS[kind]), dtype=np.uint8)
         if not wild:

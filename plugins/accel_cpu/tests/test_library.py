@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,25 @@ def test_a_missing_compiler_is_a_reason(tmp_path: Path) -> None:
     assert built.libraries == {}
     assert "no-such-compiler" in built.reasons["portable"]
     assert "g++ 11" in built.reasons["portable"]
+
+
+def test_a_forked_process_computes_alone() -> None:
+    script = (
+        "import os, sys\n"
+        "import numpy as np\n"
+        "from deepinfer_cpu import library\n"
+        "native = library.load()\n"
+        "native.di_set_threads(3)\n"
+        "x = np.ones((64, 2048), np.float32)\n"
+        "out = np.empty((64, 1024), np.float32)\n"
+        "def work():\n"
+        "    native.di_silu_mul(x.ctypes.data, 2048, 64, 1024, out.ctypes.data)\n"
+        "work()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    work()\n"
+        "    os._exit(native.di_num_threads())\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == 1

@@ -5,7 +5,7 @@
 
 namespace di {
 
-// The weights of one output, [k].
+// The weights of one output, [k]; NaN for one that does not exist.
 void unpack_row(const Linear& linear, int64_t output, float* out);
 
 }  // namespace di

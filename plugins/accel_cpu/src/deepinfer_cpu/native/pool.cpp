@@ -10,6 +10,10 @@
 #include <thread>
 #include <vector>
 
+#if defined(__unix__)
+#include <pthread.h>
+#endif
+
 #if defined(__x86_64__)
 #define DI_PAUSE() __builtin_ia32_pause()
 #else
@@ -106,6 +110,12 @@ struct Slot {
 };
 std::vector<Slot> slots;
 
+// A forked process has none of the threads: its calls run alone until it sets threads itself.
+void after_fork() {
+  new (&entrance) std::mutex;
+  static_cast<void>(pool.release());
+}
+
 }  // namespace
 
 void Team::barrier() {
@@ -164,6 +174,10 @@ int num_threads() { return pool ? pool->size() : 1; }
 DI_EXPORT void di_set_threads(int32_t count) {
   std::lock_guard<std::mutex> hold(di::entrance);
   if (count < 1) count = 1;
+#if defined(__unix__)
+  static const int registered = pthread_atfork(nullptr, nullptr, di::after_fork);
+  static_cast<void>(registered);
+#endif
   if (di::pool && di::pool->size() == count) return;
   di::pool.reset();
   di::pool = std::make_unique<di::Pool>(count);

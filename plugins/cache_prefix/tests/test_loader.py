@@ -11,7 +11,8 @@ import pytest
 
 from deepinfer_core.interfaces.kv_store import KvStoreContext, PageState, StoredPage
 from deepinfer_core.testing.broken.kv_store import MemoryStore
-from deepinfer_prefix.tiers.loader import Load, LoaderConfig, PageLoader
+from deepinfer_prefix.tiers.load import Load
+from deepinfer_prefix.tiers.loader import LoaderConfig, PageLoader
 
 KEYS = [bytes([at]) * 32 for at in range(8)]
 

@@ -19,7 +19,8 @@ from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.log import get_logger
 from deepinfer_prefix.rules import Rules
 from deepinfer_prefix.store import PageStore
-from deepinfer_prefix.tiers.loader import Load, PageLoader
+from deepinfer_prefix.tiers.load import Load
+from deepinfer_prefix.tiers.loader import PageLoader
 from deepinfer_prefix.tree import Node, Pages
 
 MOST_EXPORTS = 64

@@ -103,8 +103,13 @@ class Directory:
     def try_to_read(self) -> bool:
         """Attach to what another process writes; whether there is anything yet."""
         if self.index is None:
-            with contextlib.suppress(lmdb.Error):  # not there yet
-                self.index = Index(self.path / "index", read_only=True)
+            with contextlib.suppress(lmdb.Error, OSError):  # not there yet
+                num_bytes = (self.path / "index" / "data.mdb").stat().st_size
+                index = Index(self.path / "index", read_only=True)
+                if index.whole(num_bytes):
+                    self.index = index
+                else:
+                    index.close()
         return self.index is not None
 
     def writer_pid(self) -> int | None:

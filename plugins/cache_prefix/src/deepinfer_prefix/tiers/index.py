@@ -184,6 +184,8 @@ class Index:
             readonly=read_only,
             create=not read_only,
         )
+        if not read_only:
+            self._env.reader_check()  # what killed readers left would keep old pages from reuse
         names = (b"pages", b"contents", b"segments", b"namespaces", b"meta")
         self._dbs = {name: self._env.open_db(name, create=not read_only) for name in names}
 

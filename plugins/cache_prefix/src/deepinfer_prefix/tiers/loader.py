@@ -13,13 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from deepinfer_core.interfaces.kv_store import KvStore, PageStatus, StoredPage
 from deepinfer_core.log import get_logger
-
-Deliver = Callable[[int, StoredPage], None]
-"""Called on a background thread with the place of a page in the run, and the page."""
+from deepinfer_prefix.tiers.load import Deliver, Load
 
 MAINTAIN_EVERY_S = 2.0
 
@@ -54,130 +52,6 @@ COUNTERS = (
 """Runs asked for; pages that arrived; runs given up; runs refused because too many were under way
 or the store hangs; pages the store kept; pages it did not keep; pages dropped because too much
 waited; calls of the store or of ``deliver`` that raised."""
-
-
-class Load:
-    """A run of pages under way. ``done`` never blocks; the rest is final once it is True.
-
-    Attributes:
-        keys: what was asked for, in order.
-        pages: the leading pages that arrived, as long as the hit; without their data if they were
-            delivered.
-        missing: why the page after them did not arrive, where the store was asked.
-    """
-
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        contents: Sequence[bytes],
-        *,
-        exact_only: bool,
-        deliver: Deliver | None,
-        deadline_s: float,
-        notify: Callable[[], None] | None,
-    ) -> None:
-        self.keys = tuple(keys)
-        self.contents = tuple(contents) or (b"",) * len(self.keys)
-        self.pages: tuple[StoredPage, ...] = ()
-        self.missing: PageStatus | None = None
-        self._missing: dict[int, PageStatus] = {}
-        self._exact_only, self._deliver, self._notify = exact_only, deliver, notify
-        self._deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._arrived: dict[int, StoredPage] = {}
-        self._next, self._end = 0, len(self.keys)
-        self._active = self._delivering = 0
-        self._stopped = self._done = not self.keys
-
-    @property
-    def done(self) -> bool:
-        """Whether everything that will arrive has arrived; ``deliver`` is not called any more."""
-        return self._done
-
-    @property
-    def tier(self) -> str | None:
-        """The tier of the last page, None without pages."""
-        return self.pages[-1].tier if self.pages else None
-
-    @property
-    def exact(self) -> bool:
-        """Whether every page that arrived is exact."""
-        return all(page.exact for page in self.pages)
-
-    def cancel(self) -> None:
-        """Stop with what is there. Pages are being delivered until ``done``."""
-        with self._lock:
-            self._stopped = True
-        self._settle()
-
-    def expire(self, now_s: float) -> bool:
-        """Stop with what is there if the time is up; whether that was so."""
-        if self._stopped or now_s < self._deadline_s:
-            return False
-        self.cancel()
-        return True
-
-    # ------------------------------------------------------------------ on background threads
-
-    def take(self) -> int | None:
-        """The place of the next page to load, None if there is none."""
-        with self._lock:
-            if self._stopped or self._next >= self._end:
-                return None
-            self._next += 1
-            self._active += 1
-            return self._next - 1
-
-    def arrive(self, at: int, page: StoredPage | None, missing: PageStatus | None = None) -> bool:
-        """A page was got, or (None) the run ends before it; whether it became part of the load.
-
-        Raises:
-            Exception: whatever ``deliver`` raised; the run ends before that page.
-        """
-        if page is not None and self._exact_only and not page.exact:
-            page = None
-        try:
-            if page is not None and self._begin_delivery():
-                try:
-                    if self._deliver is not None:
-                        self._deliver(at, page)
-                        page = evolve(page, data=b"")
-                    self._arrived[at] = page
-                    return True
-                finally:
-                    with self._lock:
-                        self._delivering -= 1
-            return False
-        finally:
-            with self._lock:
-                self._active -= 1
-                if at not in self._arrived:
-                    self._end = min(self._end, at)
-                    if missing is not None:
-                        self._missing[at] = missing
-            self._settle()
-
-    def _begin_delivery(self) -> bool:
-        with self._lock:
-            if self._stopped:
-                return False
-            self._delivering += 1
-            return True
-
-    def _settle(self) -> None:
-        """Become done if nothing can come any more."""
-        with self._lock:
-            complete = self._active == 0 and self._next >= self._end
-            if self._done or self._delivering or not (self._stopped or complete):
-                return
-            run: list[StoredPage] = []
-            while len(run) < self._end and (page := self._arrived.get(len(run))) is not None:
-                run.append(page)
-            self.pages, self._arrived = tuple(run), {}
-            self.missing = self._missing.get(len(run))
-            self._stopped = self._done = True
-        if self._notify is not None:
-            self._notify()
 
 
 @frozen(kw_only=True)

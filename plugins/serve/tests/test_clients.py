@@ -308,6 +308,8 @@ def test_anthropic_errors_have_their_shape(anthropic: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_litellm(url: str, stream: bool) -> None:
     script = f"""
+import os
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices
 import litellm
 answer = litellm.completion(
     model="openai/small", api_base="{url}/v1", api_key="{KEY}", messages={QUESTION!r},
@@ -331,7 +333,18 @@ def test_llm_command(url: str, tmp_path: Path) -> None:
     )
     (tmp_path / "keys.json").write_text(json.dumps({"small": KEY}))
     done = subprocess.run(
-        [found, "-m", "small", "-o", "max_tokens", "16", "What is the capital of France?"],
+        [
+            found,
+            "-m",
+            "small",
+            "-o",
+            "max_tokens",
+            "16",
+            "-o",
+            "temperature",
+            "0",
+            "What is the capital of France?",
+        ],
         env={"LLM_USER_PATH": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ import pytest
 
 from deepinfer_core.errors import ProtocolError
 from deepinfer_core.interfaces.wire import Fault
-from deepinfer_core.requests import Delta, FinishReason
+from deepinfer_core.requests import Delta, FinishReason, RequestOutput, TokenLogprob
 
 WEATHER = {
     "type": "function",
@@ -231,3 +231,25 @@ def test_refusals_name_the_field(world: Any, change: dict[str, Any], param: str)
 def test_what_has_no_effect_is_said(world: Any) -> None:
     exchange = world.read("openai.chat", body(user="u", banana=1, temperature=0.5))
     assert exchange.ignored == ("user", "banana")
+
+
+def test_an_echo_reports_the_prompt(world: Any) -> None:
+    asked = {"model": "m", "prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1}
+    exchange = world.read("openai.completions", asked)
+    (generation,) = exchange.generations
+    assert generation.params.prompt_logprobs == 1
+    reply = exchange.reply("abc", 1)
+    reply.start()
+    report = TokenLogprob(token_id=98, logprob=-2.0, rank=1)
+    end = FinishReason.LENGTH
+    reply.push(Delta(request_id="r", token_ids=(99,), logprobs=(report,), finish_reason=end))
+    prompt = generation.prompt_token_ids
+    reports = (None, *(report for _ in prompt[1:]))
+    output = RequestOutput(
+        request_id="r", prompt_token_ids=prompt, outputs=(), prompt_logprobs=reports, invariant=True
+    )
+    reply.finish([output])
+    choice = reply.body()["choices"][0]
+    assert choice["text"].endswith("abc")
+    assert choice["logprobs"]["token_logprobs"][:2] == [None, -2.0]
+    assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1

@@ -31,6 +31,9 @@ FINISH = {
     "length": "length",
     "other": "stop",
 }
+_UNKNOWN = TokenLogprob(token_id=0, logprob=0.0, rank=1)
+"""The report of a prompt's first token: nothing predicts it."""
+
 _IGNORED = ("user", "metadata", "service_tier")
 
 
@@ -244,9 +247,8 @@ class CompletionsReply(BaseReply):
         result = self._results[group] if group < len(self._results) else None
         if not self._asked.echo or result is None or not result.prompt_logprobs:
             return []
-        nothing = TokenLogprob(token_id=result.prompt_token_ids[0], logprob=0.0, rank=1)
         return [
-            Token(token_id, spelled(self._codec, token_id), report or nothing)
+            Token(token_id, spelled(self._codec, token_id), report or _UNKNOWN)
             for token_id, report in zip(
                 result.prompt_token_ids, result.prompt_logprobs, strict=True
             )
@@ -262,10 +264,10 @@ class CompletionsReply(BaseReply):
                 continue
             text = spelled(self._codec, token.token_id)
             found["tokens"].append(text)
-            found["token_logprobs"].append(finite(report.logprob))
-            found["top_logprobs"].append(
-                {spelled(self._codec, item): finite(logprob) for item, logprob in report.top}
-            )
+            known = report is not _UNKNOWN
+            found["token_logprobs"].append(finite(report.logprob) if known else None)
+            top = {spelled(self._codec, item): finite(logprob) for item, logprob in report.top}
+            found["top_logprobs"].append(top if known else None)
             found["text_offset"].append(offset)
             offset += len(token.text)
         return found

@@ -175,18 +175,8 @@ def parsed(*arguments: str) -> tuple[EngineArgs, SamplingArgs]:
 def test_shared_options() -> None:
     engine, sampling = parsed(
         *("--model", "m", "--config", "c.toml", "--set", "a=1", "--set", "b=2"),
-        *(
-            "--accelerator",
-            "cpu",
-            "--drafter",
-            "none",
-            "--max-tokens",
-            "5",
-            "--temperature",
-            "0.5",
-            "--seed",
-            "3",
-        ),
+        *("--accelerator", "cpu", "--drafter", "none"),
+        *("--max-tokens", "5", "--temperature", "0.5", "--seed", "3"),
     )
     assert engine == EngineArgs(
         model="m", config=Path("c.toml"), sets=("a=1", "b=2"), accelerator="cpu", drafter="none"

@@ -57,8 +57,6 @@ class Sequence:
         num_committed: positions whose state is final.
         num_pending: tokens that were sampled, or are about to be, and are not known here yet (0 or
             1).
-        final_below: positions below it were final when the sequence was opened; some of them may be
-            computed again for a drafter.
         write_floor: positions below it came from a cache and are never written.
         visible_from: per cache group, lowest visible position.
         restart_at: once this many positions are final, the sequence is opened again; 0 = never.
@@ -90,7 +88,6 @@ class Sequence:
         self.num_preemptions = 0
         self.num_scored = 0
         self.opened = False
-        self.final_below = 0
         self.write_floor = 0
         self.visible_from: tuple[int, ...] = ()
         self.cached_tokens = 0
@@ -193,22 +190,14 @@ class Sequence:
         scores = self.request.params.prompt_logprobs is not None and self.index == 0
         return self.num_scored if scores and self.num_scored < self.num_prompt_tokens - 1 else None
 
-    def start_from(self, hit: Hit, replay_tokens: int = 0) -> None:
-        """Its pages were opened; a stored prefix may save computing.
-
-        Args:
-            hit: what was found.
-            replay_tokens: last positions of it to compute again all the same, for a drafter that
-                must see them.
-        """
+    def start_from(self, hit: Hit) -> None:
+        """Its pages were opened; a stored prefix may save computing."""
         if self.num_preemptions == 0 and not self.restart_at:
             self.cached_tokens, self.cached_tier = hit.length, hit.tier
             self.cache_miss = hit.miss
         if self.cuts is None:
             self.cuts = hit.cuts
-        start = max(0, min(hit.compute_from, hit.length - replay_tokens))
-        self.num_computed = self.num_committed = start
-        self.final_below = hit.compute_from
+        self.num_computed = self.num_committed = hit.compute_from
         self.write_floor, self.visible_from = hit.length, hit.visible_from
         self.restart_at = hit.restart_at
 
@@ -216,5 +205,4 @@ class Sequence:
         """Its pages are gone; everything must be computed again."""
         self.num_computed = self.num_committed = 0
         self.opened = False
-        self.final_below = 0
         self.write_floor, self.visible_from = 0, ()

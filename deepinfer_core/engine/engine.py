@@ -92,9 +92,6 @@ class Engine:
         )
         self._watch = Watch(parts.observers, clock)
         self._speculator = speculator(parts, clock, self._watch.event)
-        self._replay_tokens = (
-            0 if self._speculator is None else self._speculator.replay_tokens(parts.spec.groups)
-        )
         self._grammars = Grammars(
             parts.constraint, options.grammar_timeout_s, options.grammar_max_bytes
         )
@@ -419,7 +416,6 @@ class Engine:
             waiting=waiting,
             max_tokens=options.max_batch_tokens,
             max_sequences=options.max_sequences,
-            replay_tokens=self._replay_tokens,
         )
         try:
             self._parts.scheduler.schedule(round_)
@@ -697,7 +693,6 @@ class Engine:
             if share and self._fork(first, sequence, common):
                 sequence.opened = True
                 sequence.num_computed = sequence.num_committed = common
-                sequence.final_below = common
                 sequence.write_floor, sequence.visible_from = 0, first.visible_from
                 sequence.phase = Phase.RUNNING
                 self._running.append(sequence)

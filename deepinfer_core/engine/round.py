@@ -68,7 +68,6 @@ class EngineRound:
         waiting: Items[Sequence],
         max_tokens: int,
         max_sequences: int,
-        replay_tokens: int = 0,
     ) -> None:
         self.now_s, self.random = now_s, random
         self.running, self.waiting = tuple(running), tuple(waiting)
@@ -76,7 +75,7 @@ class EngineRound:
         self.grants: dict[int, Grant] = {}
         self.preempted: list[Sequence] = []
         self.restarted: list[Sequence] = []
-        self._cache, self._replay_tokens = cache, replay_tokens
+        self._cache = cache
         self._mine = {sequence.sequence_id: sequence for sequence in (*self.running, *self.waiting)}
 
     def fits(self, sequence: SequenceView, num_tokens: int) -> bool:
@@ -173,7 +172,7 @@ class EngineRound:
         hit = self._cache.ready(sequence.sequence_id)
         if hit is None:
             return False
-        sequence.start_from(hit, self._replay_tokens)
+        sequence.start_from(hit)
         return True
 
     def _passes_restart(self, sequence: Sequence) -> bool:

@@ -30,7 +30,6 @@ from deepinfer_core.interfaces.drafter import (
     DraftOutcome,
     DraftRequest,
 )
-from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.log import get_logger
 from deepinfer_core.sequence import Phase, Sequence
 
@@ -103,15 +102,6 @@ class Speculator:
     def taps(self) -> tuple[str, ...]:
         """Layer outputs that steps must keep."""
         return () if self._dropped else self._drafter.taps
-
-    def replay_tokens(self, groups: Items[CacheGroupSpec]) -> int:
-        """Last positions of a cached prefix to compute again for the drafter to see.
-
-        None where a group is a window or a state: their rows cannot be computed again without
-        being written again, and their pages may be shared.
-        """
-        whole = all(group.kind is GroupKind.FULL for group in groups)
-        return self._drafter.replay_tokens if whole and self.taps else 0
 
     @property
     def suspended(self) -> bool:

@@ -213,8 +213,7 @@ class Stepper:
             length = grant.stop + len(accepted)
             try:
                 tokens = sequence.tokens_with(accepted) if accepted else sequence.tokens
-                if length > sequence.final_below:
-                    self._cache.commit(sequence.sequence_id, length, tokens)
+                self._cache.commit(sequence.sequence_id, length, tokens)
                 if grant.num_drafts:
                     self._cache.rollback(sequence.sequence_id, length)
             except Exception as error:

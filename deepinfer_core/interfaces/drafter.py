@@ -152,8 +152,8 @@ class Drafter(Protocol):
             "layer.0", ...; the core then calls ``observe`` with them for every row that was
             committed, prefill included.
         replay_tokens: after a prefix was found in the cache, so many of its last positions are
-            computed again (and not written again) for ``observe``; 0 without taps. Nothing is
-            replayed for models with window or state groups.
+            computed again (and not written again) for ``observe``; 0 without taps. The cache
+            decides; without reuse there is nothing to replay.
     """
 
     taps: tuple[str, ...]

@@ -518,16 +518,10 @@ def test_the_drafter_learns_what_became_of_its_drafts(make_engine: Any, drive: A
     assert outcome_of(drafter.outcomes) == [(3, 2), (2, 2)]
 
 
-@pytest.mark.parametrize("replay", [0, 5, 1000])
-def test_rows_of_a_cached_prefix_are_replayed_for_the_drafter(
-    make_engine: Any, drive: Any, replay: int
-) -> None:
+def test_rows_of_a_cached_prefix_are_not_shown(make_engine: Any, drive: Any) -> None:
     class Watching(ScriptedDrafter):
-        replay_tokens = replay
-
         def __init__(self) -> None:
             super().__init__(lambda request: [1, 2, 3], taps=TAPS)
-            self.replay_tokens = replay
             self.shown: dict[int, dict[int, torch.Tensor]] = {}
 
         def observe(self, rows: CommittedRows, taps: Mapping[str, torch.Tensor]) -> None:
@@ -557,7 +551,7 @@ def test_rows_of_a_cached_prefix_are_replayed_for_the_drafter(
     assert (first.cached_tokens, second.cached_tokens) == (0, 48)
     before, after = drafter.shown[0], drafter.shown[1]
     assert sorted(before) == list(range(56))
-    assert sorted(after) == list(range(max(0, 48 - replay), 56))
+    assert sorted(after) == list(range(48, 56))
     assert all(torch.equal(before[position], values) for position, values in after.items())
 
 

@@ -108,4 +108,5 @@ def test_messages(claude: Any) -> None:
     assert counted.input_tokens == whole.usage.input_tokens
     with pytest.raises(anthropic.NotFoundError) as missing:
         claude.messages.create(**{**asked, "model": "other"})
-    assert missing.value.body["type"] == "error"
+    told: Any = missing.value.body
+    assert told["type"] == "error"

@@ -186,7 +186,7 @@ def plain(tiny_model: Any) -> Any:
     [
         {"overlap": False},
         {"overlap": True},
-        {"overlap": True, "max_batch_tokens": 9},
+        {"overlap": True, "max_batch_tokens": 24},
         {"kv_pages": 16},
         {"kv_pages": 16, "overlap": True, "max_sequences": 3},
     ],
@@ -205,7 +205,7 @@ def test_drafts_change_nothing(
     assert stats.kv_pages_used == 0
     assert sum(o.accepted for o in drafter.outcomes) == stats.num_accepted
     assert sum(o.verified for o in drafter.outcomes) == stats.num_drafted
-    assert stats.num_drafted > 0 or "max_batch_tokens" in options  # few rows are left over there
+    assert stats.num_drafted > 0
     assert sum(stats.accepted_by_position) == stats.num_accepted
     assert sum(result.accepted for result in results.values()) == stats.num_accepted
     if spoil == 0.0 and not options.get("kv_pages"):

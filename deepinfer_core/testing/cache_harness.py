@@ -128,7 +128,7 @@ class CacheHarness:
             tokens=list(tokens),
             hit=hit,
             written=hit.compute_from,
-            reserved=hit.length,
+            reserved=hit.compute_from,
             cuts=hit.cuts,
         )
         self._copies_pending |= hit.length > 0
@@ -196,7 +196,8 @@ class CacheHarness:
             known.retract(keep)
         self.check_pages()
         for group, spec in enumerate(self.groups):
-            held, most = len(self.table(sequence_id, group)), max(1, spec.pages_for(known.reserved))
+            kept = max(known.reserved, known.hit.length)
+            held, most = len(self.table(sequence_id, group)), max(1, spec.pages_for(kept))
             assert held <= most, f"group {spec.name}: {held} pages left, {most} are enough"
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> bool:

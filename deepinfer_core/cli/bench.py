@@ -19,6 +19,7 @@ from attrs import frozen
 
 from deepinfer_core.cli.bench_quality import quality
 from deepinfer_core.cli.bench_replay import replay
+from deepinfer_core.cli.bench_spec import spec
 from deepinfer_core.cli.options import EngineArgs, engine_options
 
 if TYPE_CHECKING:
@@ -136,11 +137,12 @@ output_tokens = tokens_option("--output-tokens", 128, "New tokens of each reques
 
 @click.group()
 def bench() -> None:
-    """Measure latency, throughput and prefill, greedily and with full outputs; and quality."""
+    """Measure latency, throughput and prefill, greedily and with full outputs; drafts; quality."""
 
 
 bench.add_command(quality)
 bench.add_command(replay)
+bench.add_command(spec)
 
 
 @bench.command()

@@ -140,6 +140,32 @@ def test_only_draftable_tokens_are_drafted(make_checkpoint: Maker, tmp_path: Pat
             assert set(tokens) <= allowed
 
 
+def test_rejection_gets_distributions_of_independent_drafts(
+    make_checkpoint: Maker, tmp_path: Path
+) -> None:
+    """Drafts are drawn with other noise than the target's, from what is reported."""
+    public = make_checkpoint(**REDUCED)
+    save(public, tmp_path)
+    context = evolve(target_of(public), verification="rejection")
+    drafter = build_dspark(DsparkConfig(checkpoint=str(tmp_path)), context)
+    params = SamplingParams(temperature=1.0, top_k=5)
+    counts = torch.zeros(64)
+    expected = torch.zeros(64)
+    for seed in range(400):
+        request = DraftRequest(
+            sequence_id=0, token_ids=[5], temperature=1.0, seed=seed, limit=2, params=params
+        )
+        draft = drafter.propose([request])[0]
+        assert draft.distributions is not None
+        assert draft.distributions.shape == (2, 64)
+        assert int((draft.distributions > 0).sum(1).max()) <= 5
+        counts[draft.token_ids[0]] += 1
+        expected = draft.distributions[0]
+    assert float((counts / 400 - expected).abs().sum()) < 0.2
+    coupled = build_dspark(DsparkConfig(checkpoint=str(tmp_path)), target_of(public))
+    assert coupled.propose([request])[0].distributions is None
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from deepinfer_core import Component, Feature, hookimpl
+from deepinfer_core import Component, Facts, Feature, hookimpl
 from deepinfer_core.hookspecs import AnyComponent
 from deepinfer_dspark.config import (
     DsparkConfig,
@@ -33,6 +33,11 @@ def _lazy(module: str, name: str) -> Callable[[Any, Any], Any]:
     return build
 
 
+def _on_cpu(facts: Facts) -> str | None:
+    """The draft pass keeps its state in host memory."""
+    return None if facts.device_type in ("", "cpu") else "its draft pass runs on CPUs only so far"
+
+
 @hookimpl
 def deepinfer_drafters() -> tuple[AnyComponent, ...]:
     """Offer a draft network in two strengths, and prompt lookup."""
@@ -42,6 +47,7 @@ def deepinfer_drafters() -> tuple[AnyComponent, ...]:
             config_type=DsparkConfig,
             build=_lazy("loading", "build_dspark"),
             needs={Feature.ROLLBACK, Feature.TAPS},
+            fits=_on_cpu,
             auto=False,
             summary="blocks from a small network that reads the target's layers",
         ),
@@ -50,6 +56,7 @@ def deepinfer_drafters() -> tuple[AnyComponent, ...]:
             config_type=Mtp1Config,
             build=_lazy("loading", "build_mtp1"),
             needs={Feature.ROLLBACK, Feature.TAPS},
+            fits=_on_cpu,
             auto=False,
             summary="one draft a round from such a network: the baseline",
         ),
@@ -66,7 +73,10 @@ def deepinfer_drafters() -> tuple[AnyComponent, ...]:
 
 @hookimpl
 def deepinfer_budgets() -> tuple[AnyComponent, ...]:
-    """Offer three policies besides core's ``fixed``."""
+    """Offer three policies besides core's ``fixed``, which ``lagged`` goes before.
+
+    A budget does nothing without a drafter, and drafters are composed only when they are named.
+    """
     return (
         Component(
             name="threshold",
@@ -86,7 +96,6 @@ def deepinfer_budgets() -> tuple[AnyComponent, ...]:
             name="lagged",
             config_type=LaggedConfig,
             build=_lazy("budgets.policies", "lagged"),
-            auto=False,
             summary="the best total by confidences two rounds old, who by the newest",
         ),
     )

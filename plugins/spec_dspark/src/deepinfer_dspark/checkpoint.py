@@ -142,6 +142,8 @@ def save(checkpoint: DraftCheckpoint, folder: Path) -> None:
     """Write a draft model; the folder is made if missing, files appear whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in checkpoint.tensors.items()}
+    if not checkpoint.is_compact and tensors[HEAD].data_ptr() == tensors[EMBEDDING].data_ptr():
+        tensors[HEAD] = tensors[HEAD].clone()  # tied in the target; the layout has both
     partial = folder / (WEIGHTS + ".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / WEIGHTS)

@@ -106,6 +106,13 @@ def answers(model: str, prompts: tuple[Path, ...], out: Path, **options: Any) ->
     "--texts-per-step", type=POSITIVE, default=4, show_default=True, help="Texts of a step."
 )
 @click.option("--anchors", type=POSITIVE, default=48, show_default=True, help="Blocks a text.")
+@click.option(
+    "--single-share",
+    type=click.FloatRange(0, 1),
+    default=0.5,
+    show_default=True,
+    help="Steps that train first drafts only.",
+)
 @click.option("--learning-rate", type=float, default=6e-4, show_default=True, help="At its peak.")
 @click.option(
     "--check-every", type=POSITIVE, default=100, show_default=True, help="Steps between checks."

@@ -33,7 +33,7 @@ class DsparkConfig:
 
 @frozen(kw_only=True)
 class Mtp1Config:
-    """Options of drafter ``mtp1``: one draft a round, from a draft model like ``dspark``'s.
+    """Options of drafter ``mtp1``: the first draft of a model like ``dspark``'s, one a round.
 
     Attributes:
         checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin.

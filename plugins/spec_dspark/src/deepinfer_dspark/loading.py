@@ -20,7 +20,7 @@ from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.runner import DraftRunner
 
 SHIPPED = Path(__file__).parent / "models"
-"""Folder of the draft models that come with the plugin: ``<drafter>/<target>``."""
+"""Folder of the draft models that come with the plugin, one for each target."""
 SIMILAR = 0.95
 """Least cosine of two embeddings of a token that pass for the same in another precision."""
 
@@ -32,7 +32,7 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         CheckpointError: its files cannot be used.
         CompositionError: the draft model does not fit the target; says in what.
     """
-    checkpoint = _find("dspark", config.checkpoint, context)
+    checkpoint = _find(config.checkpoint, context)
     return assemble(
         checkpoint,
         context,
@@ -44,13 +44,13 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
 
 def build_mtp1(config: Mtp1Config, context: DrafterContext) -> DsparkDrafter:
     """Make drafter ``mtp1``; raises as `build_dspark`."""
-    checkpoint = _find("mtp1", config.checkpoint, context)
+    checkpoint = _find(config.checkpoint, context)
     return assemble(
         checkpoint, context, block_size=1, replay_tokens=config.replay_tokens, calibrate_every=0
     )
 
 
-def _find(drafter: str, folder: str, context: DrafterContext) -> DraftCheckpoint:
+def _find(folder: str, context: DrafterContext) -> DraftCheckpoint:
     if folder:
         checkpoint = load(Path(folder).expanduser())
         problems = objections(checkpoint, context)
@@ -60,14 +60,14 @@ def _find(drafter: str, folder: str, context: DrafterContext) -> DraftCheckpoint
             )
         return checkpoint
     refused = []
-    for path in sorted((SHIPPED / drafter).glob("*/config.json")):
+    for path in sorted(SHIPPED.glob("*/config.json")):
         checkpoint = load(path.parent)
         problems = objections(checkpoint, context)
         if not problems:
             return checkpoint
         refused.append(f"{path.parent.name}: {'; '.join(problems)}")
     raise CompositionError(
-        f"drafter {drafter!r} comes with no draft model for this target; train one with "
+        "the plugin brings no draft model for this target; train one with "
         "'deepinfer dspark train' and name its folder in drafter.checkpoint",
         refused,
     )

@@ -56,7 +56,9 @@ class Blocks:
     base: Tensor
 
 
-def run_blocks(network: DraftNetwork, shared: Shared, text: Text, anchors: Tensor) -> Blocks:
+def run_blocks(
+    network: DraftNetwork, shared: Shared, text: Text, anchors: Tensor, rows: int = 0
+) -> Blocks:
     """Compute the parallel part of a block for each anchor.
 
     Args:
@@ -64,11 +66,12 @@ def run_blocks(network: DraftNetwork, shared: Shared, text: Text, anchors: Tenso
         shared: the target's tensors.
         text: tokens and target features.
         anchors: [num_anchors], int64, positions in the text.
+        rows: of a block, 0 = the network's block size.
     """
     shape, length = network.shape, len(text.token_ids)
     used = int(anchors.max())
     context = network.context_keys_values(text.features[:used].float(), torch.arange(used))
-    positions = anchors.unsqueeze(1) + torch.arange(shape.block_size)
+    positions = anchors.unsqueeze(1) + torch.arange(rows or shape.block_size)
     ids = torch.full_like(positions, shape.mask_token_id)
     ids[:, 0] = text.token_ids[anchors]
     x = shared.embedding[ids]

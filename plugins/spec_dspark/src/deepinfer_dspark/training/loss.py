@@ -53,10 +53,15 @@ class Scores:
 
 
 def score(
-    network: DraftNetwork, shared: Shared, text: Text, anchors: Tensor, weights: LossWeights
+    network: DraftNetwork,
+    shared: Shared,
+    text: Text,
+    anchors: Tensor,
+    weights: LossWeights,
+    rows: int = 0,
 ) -> Scores:
-    """Compute losses and figures for some anchors of a text."""
-    blocks = run_blocks(network, shared, text, anchors)
+    """Compute losses and figures for some anchors of a text; ``rows`` as for `run_blocks`."""
+    blocks = run_blocks(network, shared, text, anchors, rows)
     at = blocks.positions.clamp(max=len(text.token_ids) - 1)
     embedded = network.markov_head.embed(text.token_ids[at])
     bias = network.markov_head.markov_w2(network.markov_head.rows(blocks.hidden, embedded))
@@ -78,7 +83,7 @@ def score(
         confidence_error = _mean(
             (logits.detach().sigmoid() - acceptance).abs(), blocks.inside, None
         )
-    row_weights = torch.exp(-torch.arange(network.shape.block_size) / weights.decay)
+    row_weights = torch.exp(-torch.arange(blocks.inside.shape[1]) / weights.decay)
     row_weights = row_weights * blocks.inside
     return Scores(
         loss=(each * row_weights).sum() / row_weights.sum(),

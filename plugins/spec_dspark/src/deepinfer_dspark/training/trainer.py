@@ -48,6 +48,8 @@ class TrainOptions:
         learning_rate: peak.
         warmup_steps: steps over which it rises.
         average: decay of the running average of the weights.
+        single_share: share of the steps that train blocks of one row, twice as many: the first
+            draft decides most, and alone it costs a fraction.
         prompt_share: share of the anchors that lie in prompts instead of answers.
         check_every: steps between checks on held-back answers, which also save.
         check_share: one answer in so many is held back.
@@ -72,6 +74,7 @@ class TrainOptions:
     learning_rate: float = 6e-4
     warmup_steps: int = 60
     average: float = 0.99
+    single_share: float = 0.5
     prompt_share: float = 0.25
     check_every: int = 100
     check_share: int = 20
@@ -208,12 +211,13 @@ class Trainer:
         rate = options.learning_rate * min(1.0, (self.step + 1) / options.warmup_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+        single = self._random.random() < options.single_share
         found = []
         for _ in range(options.texts_per_step):
             answer = self._random.choice(self._answers)
             text = self._store.get(answer)
-            anchors = self._anchors(text)
-            scores = score(self.network, self.shared, text, anchors, weights)
+            anchors = self._anchors(text, options.anchors_per_text * (2 if single else 1))
+            scores = score(self.network, self.shared, text, anchors, weights, int(single))
             (scores.loss / options.texts_per_step).backward()
             found.append(scores)
             self.tokens += len(anchors)
@@ -226,8 +230,8 @@ class Trainer:
             torch._foreach_lerp_(self.average, parameters, 1 - decay)
         return found
 
-    def _anchors(self, text: Text) -> Tensor:
-        most, stop = self._options.anchors_per_text, len(text.token_ids) - 1
+    def _anchors(self, text: Text, most: int) -> Tensor:
+        stop = len(text.token_ids) - 1
         early = min(round(most * self._options.prompt_share), max(0, text.start - 1))
         late = min(most - early, stop - text.start)
         picked = self._random.sample(range(1, text.start), early) if early else []

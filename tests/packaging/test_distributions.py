@@ -57,7 +57,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"), DEEPINFER_RELEASE="1")
 
 
 def test_wheel_is_the_package_and_nothing_else(wheel: Path) -> None:

@@ -18,7 +18,10 @@ from deepinfer_core.cli.prompt_lines import PromptLine, read_lines
 from deepinfer_core.errors import EngineError
 from deepinfer_core.testing.tiny import write_tiny_model
 
-CORE = ("--set", 'cache.use="pages"', "--set", 'drafter.use="none"')
+CORE = (
+    *("--set", 'kernels.use=["torch"]', "--set", 'attention.use="paged"'),
+    *("--set", 'cache.use="pages"', "--set", 'drafter.use="none"'),
+)
 
 
 @pytest.fixture(scope="module")

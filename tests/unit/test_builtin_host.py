@@ -43,7 +43,7 @@ def test_offers_are_what_the_slots_need_at_least() -> None:
     host = PluginHost(discover=False)
     assert host.broken == ()
     names = {slot: {found.name for found in host.components(slot)} for slot in Slot}
-    assert names[Slot.MODEL] == {"decoder"}
+    assert names[Slot.MODEL] == {"decoder", "gemma3", "gpt-oss"}
     assert names[Slot.CHECKPOINT] == {"safetensors", "gguf"}
     assert names[Slot.OBSERVER] == {"log", "jsonl"}
     empty = {slot for slot in Slot if not names[slot]}

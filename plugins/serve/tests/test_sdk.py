@@ -54,7 +54,7 @@ def client(live: Any) -> Any:
 
 
 @pytest.fixture
-def claude(live: Any) -> Any:
+def anthropic_client(live: Any) -> Any:
     with anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as made:
         yield made
 
@@ -97,16 +97,16 @@ def test_responses_streamed_and_in_the_background(client: Any) -> None:
     assert found.output_text == "Hello\n"
 
 
-def test_messages(claude: Any) -> None:
+def test_messages(anthropic_client: Any) -> None:
     asked: dict[str, Any] = {"model": "toy", "max_tokens": 20, "messages": MESSAGES}
-    whole = claude.messages.create(**asked)
+    whole = anthropic_client.messages.create(**asked)
     assert whole.content[0].text == "Hello\n"
-    with claude.messages.stream(**asked) as events:
+    with anthropic_client.messages.stream(**asked) as events:
         assert "".join(events.text_stream) == "Hello\n"
         assert events.get_final_message().usage.output_tokens == whole.usage.output_tokens
-    counted = claude.messages.count_tokens(model="toy", messages=MESSAGES)
+    counted = anthropic_client.messages.count_tokens(model="toy", messages=MESSAGES)
     assert counted.input_tokens == whole.usage.input_tokens
     with pytest.raises(anthropic.NotFoundError) as missing:
-        claude.messages.create(**{**asked, "model": "other"})
+        anthropic_client.messages.create(**{**asked, "model": "other"})
     told: Any = missing.value.body
     assert told["type"] == "error"

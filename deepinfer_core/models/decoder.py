@@ -19,7 +19,7 @@ from deepinfer_core.interfaces.model import (
     WeightSpec,
 )
 from deepinfer_core.models.config import DecoderConfig, read_config
-from deepinfer_core.models.groups import window_groups
+from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.rope import tables
 
@@ -30,23 +30,8 @@ class DecoderFamily:
     def describe(self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str) -> ModelSpec:
         """See ``ModelFamily.describe``."""
         decoder = read_config(config)
-        return ModelSpec(
-            architecture=decoder.architecture,
-            vocab_size=decoder.vocab_size,
-            hidden_size=decoder.hidden_size,
-            num_layers=decoder.num_layers,
-            num_query_heads=decoder.num_heads,
-            head_dim=decoder.head_dim,
-            max_position=decoder.max_position,
-            groups=window_groups(
-                decoder.windows,
-                num_kv_heads=decoder.num_kv_heads,
-                head_dim=decoder.head_dim,
-                page_size=page_size,
-                dtype=kv_dtype,
-            ),
-            weights=tuple(_weights(decoder)),
-            eos_token_ids=decoder.eos_token_ids,
+        return describe_windowed(
+            decoder, decoder.architecture, _weights(decoder), page_size=page_size, kv_dtype=kv_dtype
         )
 
     def build(self, request: BuildRequest) -> Model:

@@ -19,7 +19,7 @@ from deepinfer_core.interfaces.model import (
     StepContext,
     WeightSpec,
 )
-from deepinfer_core.models.groups import window_groups
+from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
 from deepinfer_core.models.rope import RopeSpec, tables
@@ -194,23 +194,8 @@ class Gemma3Family:
     def describe(self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str) -> ModelSpec:
         """See ``ModelFamily.describe``."""
         gemma = read_config(config)
-        return ModelSpec(
-            architecture=ARCHITECTURE,
-            vocab_size=gemma.vocab_size,
-            hidden_size=gemma.hidden_size,
-            num_layers=len(gemma.kinds),
-            num_query_heads=gemma.num_heads,
-            head_dim=gemma.head_dim,
-            max_position=gemma.max_position,
-            groups=window_groups(
-                gemma.windows,
-                num_kv_heads=gemma.num_kv_heads,
-                head_dim=gemma.head_dim,
-                page_size=page_size,
-                dtype=kv_dtype,
-            ),
-            weights=tuple(_weights(gemma)),
-            eos_token_ids=gemma.eos_token_ids,
+        return describe_windowed(
+            gemma, ARCHITECTURE, _weights(gemma), page_size=page_size, kv_dtype=kv_dtype
         )
 
     def build(self, request: BuildRequest) -> Model:

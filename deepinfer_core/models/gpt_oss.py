@@ -21,7 +21,7 @@ from deepinfer_core.interfaces.model import (
     StepContext,
     WeightSpec,
 )
-from deepinfer_core.models.groups import window_groups
+from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
 from deepinfer_core.models.rope import RopeSpec, tables
@@ -191,23 +191,8 @@ class GptOssFamily:
     def describe(self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str) -> ModelSpec:
         """See ``ModelFamily.describe``."""
         oss = read_config(config)
-        return ModelSpec(
-            architecture=ARCHITECTURE,
-            vocab_size=oss.vocab_size,
-            hidden_size=oss.hidden_size,
-            num_layers=len(oss.windows),
-            num_query_heads=oss.num_heads,
-            head_dim=oss.head_dim,
-            max_position=oss.max_position,
-            groups=window_groups(
-                oss.windows,
-                num_kv_heads=oss.num_kv_heads,
-                head_dim=oss.head_dim,
-                page_size=page_size,
-                dtype=kv_dtype,
-            ),
-            weights=tuple(_weights(oss)),
-            eos_token_ids=oss.eos_token_ids,
+        return describe_windowed(
+            oss, ARCHITECTURE, _weights(oss), page_size=page_size, kv_dtype=kv_dtype
         )
 
     def build(self, request: BuildRequest) -> Model:

@@ -7,7 +7,8 @@ Every sample is a fresh process; the engines take turns, so that noise hits all 
 process also times the linear layers by themselves (the kernel table), which gives the most tokens a
 second that an engine without any other work could reach with the same kernels.
 
-"deepinfer" is the default; "deepinfer-fast" is `dtype = "bfloat16"` with `batch_invariant = false`.
+"deepinfer" is the core alone in plain torch, whatever plugins are installed; "deepinfer-fast" is
+that with `dtype = "bfloat16"` and `batch_invariant = false`.
 
 Workloads: decode of 1, 8 and 32 sequences (prompt 128, 128 new tokens each, prefill included, and
 decode alone), prefill of one prompt of 2048 tokens. Prompts are slices of Python's own
@@ -63,7 +64,7 @@ def run_deepinfer(model: str, threads: int, *, fast: bool) -> dict[str, Any]:
     options = EngineOptions(num_threads=threads, batch_invariant=False if fast else "auto")
     dtype = "bfloat16" if fast else "auto"
     config = EngineConfig(model=model, dtype=dtype, engine=options)
-    engine = Engine.from_config(config, environ={})
+    engine = Engine.from_config(config, discover=False, environ={})
     prompts = Prompts(engine.tokenizer.encode(text()))
 
     def generate(batch: list[list[int]], new: int) -> tuple[float, float]:

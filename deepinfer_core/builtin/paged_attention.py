@@ -14,19 +14,22 @@ No row is ever padded to the longest sequence of the batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from deepinfer_core.batch import Batch
-from deepinfer_core.builtin.paged_plan import ROW_MULTIPLE, Plan, Singles, Tile, make_plan
+from deepinfer_core.builtin.paged_plan import ROW_MULTIPLE, Plan, Singles, Tile, Writes, make_plan
 from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
 from deepinfer_core.builtin.product_probe import dependent_products
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec
+
+if TYPE_CHECKING:
+    from deepinfer_core.builtin.fused_attention import FusedAttention
 
 CUT = 4
 """Pieces into which a key head's rows are cut, so that few heads share out evenly among threads."""
@@ -68,14 +71,12 @@ class PagedAttention:
         """See ``deepinfer_core.interfaces.attention.Attention``."""
         keys, values = storage.layer(layer)
         if k is not None and v is not None:
-            _write(keys, values, k, v, plan)
+            write_rows(keys, values, k, v, plan.writes)
         kv_heads, value_dim = keys.shape[1], storage.group.value_dim
-        scaled = q.to(_wide(q.dtype)) * params.scale
-        if keys.shape[-1] > q.shape[-1]:
-            scaled = functional.pad(scaled, (0, keys.shape[-1] - q.shape[-1]))
+        scaled = widened(q, keys) * params.scale
         singles = plan.singles
         if singles is not None:
-            result = _attend_singles(scaled, keys, values, singles, params)[..., :value_dim]
+            result = attend_singles(scaled, keys, values, singles, params)[..., :value_dim]
             if singles.rows is None:
                 return result.to(q.dtype)
         out = torch.empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
@@ -87,6 +88,14 @@ class PagedAttention:
             result = result.permute(1, 0, 2, 3)[..., :value_dim]
             out[tile.start : tile.stop] = result.flatten(1, 2)
         return out
+
+
+def widened(q: Tensor, keys: Tensor) -> Tensor:
+    """Queries in the precision of scores, padded as stored keys are."""
+    q = q.to(_wide(q.dtype))
+    if keys.shape[-1] > q.shape[-1]:
+        q = functional.pad(q, (0, keys.shape[-1] - q.shape[-1]))
+    return q
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -111,21 +120,22 @@ def _require_invariance(group: CacheGroupSpec, context: AttentionContext) -> Non
         )
 
 
-def _write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
-    if plan.fresh_pages is not None:
+def write_rows(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, writes: Writes) -> None:
+    """Put keys and values of one layer into its pages."""
+    if writes.fresh_pages is not None:
         # What an earlier owner left could be NaN, which survives a weight of zero.
-        keys.index_fill_(0, plan.fresh_pages, 0)
-        values.index_fill_(0, plan.fresh_pages, 0)
-    if plan.write_rows is not None:
-        k, v = k[plan.write_rows], v[plan.write_rows]
+        keys.index_fill_(0, writes.fresh_pages, 0)
+        values.index_fill_(0, writes.fresh_pages, 0)
+    if writes.rows is not None:
+        k, v = k[writes.rows], v[writes.rows]
     for pages, new in ((keys, k), (values, v)):
         dim = new.shape[-1]
         # Columns beyond are padding and stay zero.
         slots = pages.view(-1, pages.shape[-1])[:, :dim]
-        slots.index_copy_(0, plan.write_index, new.reshape(-1, dim).to(pages.dtype))
+        slots.index_copy_(0, writes.index, new.reshape(-1, dim).to(pages.dtype))
 
 
-def _attend_singles(
+def attend_singles(
     q: Tensor, keys: Tensor, values: Tensor, singles: Singles, params: AttentionParams
 ) -> Tensor:
     """[n, num_query_heads, dim] of the single rows; ``q`` is scaled already."""
@@ -261,6 +271,10 @@ def _finish(
     return sums * factors / (masses * factors + (sinks - total).exp())
 
 
-def build(config: Any, context: AttentionContext) -> PagedAttention:
-    """Make the backend."""
-    return PagedAttention(context)
+def build(config: Any, context: AttentionContext) -> PagedAttention | FusedAttention:
+    """Make the backend; where rows may depend on their batch, the faster twin."""
+    if context.batch_invariant:
+        return PagedAttention(context)
+    from deepinfer_core.builtin.fused_attention import FusedAttention
+
+    return FusedAttention(context)

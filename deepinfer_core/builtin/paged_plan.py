@@ -82,12 +82,25 @@ class Tile:
 
 
 @frozen(kw_only=True, eq=False)
+class Writes:
+    """Where this step's keys and values go.
+
+    Attributes:
+        rows: [n], token rows that are written; None when they are all rows of the batch.
+        index: [n * num_kv_heads], places in storage seen as [num_pages * num_kv_heads * page_size].
+        fresh_pages: pages whose content is another's, or None.
+    """
+
+    rows: Tensor | None
+    index: Tensor
+    fresh_pages: Tensor | None
+
+
+@frozen(kw_only=True, eq=False)
 class Plan:
     """Addressing of one group for one step."""
 
-    write_rows: Tensor | None
-    write_index: Tensor
-    fresh_pages: Tensor | None
+    writes: Writes
     singles: Singles | None
     tiles: tuple[Tile, ...]
 
@@ -101,13 +114,14 @@ def make_plan(batch: Batch, group: GroupBatch, spec: CacheGroupSpec, heads_per_k
         for tile in _tiles(batch, group, spec, int(index), heads_per_kv)
     ]
     return Plan(
-        **_writes(batch, group, spec),
-        singles=_singles(batch, group, spec, np.flatnonzero(counts == 1), heads_per_kv),
+        writes=make_writes(batch, group, spec),
+        singles=make_singles(batch, group, spec, np.flatnonzero(counts == 1), heads_per_kv),
         tiles=tuple(tiles),
     )
 
 
-def _writes(batch: Batch, group: GroupBatch, spec: CacheGroupSpec) -> dict[str, Any]:
+def make_writes(batch: Batch, group: GroupBatch, spec: CacheGroupSpec) -> Writes:
+    """Where a step's keys and values go."""
     slots = group.write_slots
     rows = np.flatnonzero(slots >= 0)
     pages, offsets = np.divmod(slots[rows], spec.page_size)
@@ -117,16 +131,17 @@ def _writes(batch: Batch, group: GroupBatch, spec: CacheGroupSpec) -> dict[str, 
     )  # first position of the page that its sequence ever writes
     fresh = np.unique(pages[batch.positions[rows] == begins])
     heads = pages[:, None] * spec.num_kv_heads + np.arange(spec.num_kv_heads)
-    return {
-        "write_rows": None if len(rows) == len(slots) else torch.from_numpy(rows),
-        "write_index": torch.from_numpy((heads * spec.page_size + offsets[:, None]).ravel()),
-        "fresh_pages": torch.from_numpy(fresh) if len(fresh) else None,
-    }
+    return Writes(
+        rows=None if len(rows) == len(slots) else torch.from_numpy(rows),
+        index=torch.from_numpy((heads * spec.page_size + offsets[:, None]).ravel()),
+        fresh_pages=torch.from_numpy(fresh) if len(fresh) else None,
+    )
 
 
-def _singles(
+def make_singles(
     batch: Batch, group: GroupBatch, spec: CacheGroupSpec, sequences: Array, heads_per_kv: int
 ) -> Singles | None:
+    """Addressing of ``sequences``, each with one query; None if there are none."""
     if not len(sequences):
         return None
     size = spec.page_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepinfer_core.capabilities import Feature
 from deepinfer_core.testing.contracts import (
     AcceleratorContract,
     AttentionContract,
@@ -35,6 +36,11 @@ class TestTorchKernels(KernelsContract):
 
 class TestPagedAttention(AttentionContract):
     component = "paged"
+
+
+class TestPagedAttentionWhereRowsMayDepend(AttentionContract):
+    component = "paged"
+    offers = frozenset({Feature.WINDOW, Feature.SINKS})  # what batch_invariant = false leaves
 
 
 class TestLru(EvictionContract):

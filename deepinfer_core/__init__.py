@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepinfer_core.requests import Request, SamplingParams
     from deepinfer_core.resolve import load_config
     from deepinfer_core.structured import StructuredOutput
+    from deepinfer_core.thinking import ThinkingLimit
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "SamplingParams",
     "Slot",
     "StructuredOutput",
+    "ThinkingLimit",
     "Verified",
     "__version__",
     "errors",
@@ -69,6 +71,7 @@ _MODULES = {
     "SamplingParams": "requests",
     "Slot": "components",
     "StructuredOutput": "structured",
+    "ThinkingLimit": "thinking",
     "Verified": "components",
     "hookimpl": "hookspecs",
     "load_config": "resolve",

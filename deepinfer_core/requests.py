@@ -11,16 +11,15 @@ This module imports neither torch nor numpy.
 from __future__ import annotations
 
 import enum
-import math
-import numbers
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from deepinfer_core import values
 from deepinfer_core.errors import RequestError
 from deepinfer_core.structured import StructuredOutput
+from deepinfer_core.thinking import ThinkingLimit
 
 MAX_LOGPROBS = 20
 """Most alternatives that may be asked for at one position."""
@@ -50,85 +49,21 @@ class FinishReason(enum.StrEnum):
 # ------------------------------------------------------------------------------ conversion
 
 
-def _refuse(field: str, value: object, allowed: str) -> RequestError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return RequestError(f"{field} must be {allowed}, not {shown}")
-
-
-def _integer(field: str, value: Any, low: int, high: int | None = None) -> int:
-    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool):
-        raise _refuse(field, value, allowed)
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise _refuse(field, value, allowed) from None
-    if number < low or (high is not None and number > high):
-        raise _refuse(field, value, allowed)
-    return number
-
-
-def _number(field: str, value: Any, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _refuse(field, value, allowed)
-    try:
-        number = float(value)
-    except OverflowError:
-        raise _refuse(field, value, allowed) from None
-    if not math.isfinite(number):
-        raise _refuse(field, value, allowed)
-    return number
-
-
-def _flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(field, value, "true or false")
-    return value
-
-
-def _text(field: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _refuse(field, value, "a string")
-    return value
-
-
-def _items(field: str, value: Any, allowed: str) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _refuse(field, value, allowed)
-    plain = getattr(value, "tolist", None)  # arrays and tensors: to Python numbers at once
-    found = plain() if callable(plain) else value
-    if not isinstance(found, Iterable):
-        raise _refuse(field, value, allowed)
-    return tuple(found)
-
-
-def _token_ids(field: str, value: Any) -> tuple[int, ...]:
-    ids = _items(field, value, "a sequence of token ids")
-    if set(map(type, ids)) - {int}:  # long prompts of plain ints skip the loop below
-        ids = tuple(_integer(f"{field}[{at}]", item, 0) for at, item in enumerate(ids))
-    if ids and min(ids) < 0:
-        at = next(at for at, item in enumerate(ids) if item < 0)
-        raise _refuse(f"{field}[{at}]", ids[at], "an integer >= 0")
-    return ids
-
-
 def _prompt_ids(value: Any) -> tuple[int, ...]:
-    return _token_ids("prompt_token_ids", value)
+    return values.token_ids("prompt_token_ids", value)
 
 
 def _stop_ids(value: Any) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_token_ids("stop_token_ids", value)))
+    return tuple(dict.fromkeys(values.token_ids("stop_token_ids", value)))
 
 
 def _stop_strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     allowed = "a string or a sequence of strings, none of them empty"
-    found = _items("stop", value, allowed)
+    found = values.items("stop", value, allowed)
     if not all(isinstance(item, str) and item for item in found):
-        raise _refuse("stop", value, allowed)
+        raise values.refuse("stop", value, allowed)
     return tuple(dict.fromkeys(found))
 
 
@@ -136,24 +71,16 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     allowed = "a mapping from token id to a number from -100 to 100"
     found: dict[int, float] = {}
-    for pair in _items("logit_bias", pairs, allowed):
+    for pair in values.items("logit_bias", pairs, allowed):
         try:
             token, bias = pair
         except (TypeError, ValueError):
-            raise _refuse("logit_bias", value, allowed) from None
-        token_id = _integer("logit_bias: a token id", token, 0)
+            raise values.refuse("logit_bias", value, allowed) from None
+        token_id = values.integer("logit_bias: a token id", token, 0)
         if token_id in found:
             raise RequestError(f"logit_bias names token {token_id} twice; keep one of them")
-        found[token_id] = _bounded(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        found[token_id] = values.bounded(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
     return tuple(sorted(found.items()))
-
-
-def _bounded(field: str, value: Any, low: float, high: float) -> float:
-    allowed = f"a number from {low:g} to {high:g}"
-    number = _number(field, value, allowed)
-    if not low <= number <= high:
-        raise _refuse(field, value, allowed)
-    return number
 
 
 # ------------------------------------------------------------------------------- parameters
@@ -191,6 +118,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
         structured: a grammar that the output must follow; None for free text.
+        thinking_limit: how long the model may think; None for as long as it likes. While a grammar
+            holds, it alone decides.
     """
 
     max_tokens: int | None = None
@@ -213,6 +142,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None
+    thinking_limit: ThinkingLimit | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check and normalise every field, then the combinations."""
@@ -220,10 +150,13 @@ class SamplingParams:
         self._check_shape()
         self._check_penalties()
         for field in ("ignore_eos", "include_stop", "skip_special_tokens"):
-            _flag(field, getattr(self, field))
+            values.flag(field, getattr(self, field))
         structured: object = self.structured
         if structured is not None and not isinstance(structured, StructuredOutput):
-            raise _refuse("structured", structured, "a StructuredOutput or None")
+            raise values.refuse("structured", structured, "a StructuredOutput or None")
+        limit: object = self.thinking_limit
+        if limit is not None and not isinstance(limit, ThinkingLimit):
+            raise values.refuse("thinking_limit", limit, "a ThinkingLimit or None")
         self._check_combinations()
 
     def _put(self, field: str, value: object) -> None:
@@ -231,40 +164,48 @@ class SamplingParams:
 
     def _check_counts(self) -> None:
         if self.max_tokens is not None:
-            self._put("max_tokens", _integer("max_tokens", self.max_tokens, 0))
-        self._put("min_tokens", _integer("min_tokens", self.min_tokens, 0))
-        self._put("top_k", _integer("top_k", self.top_k, 0))
-        self._put("n", _integer("n", self.n, 1, MAX_OUTPUTS))
+            self._put("max_tokens", values.integer("max_tokens", self.max_tokens, 0))
+        self._put("min_tokens", values.integer("min_tokens", self.min_tokens, 0))
+        self._put("top_k", values.integer("top_k", self.top_k, 0))
+        self._put("n", values.integer("n", self.n, 1, MAX_OUTPUTS))
         if self.seed is not None:
-            self._put("seed", _integer("seed", self.seed, -(2**63), MAX_SEED))
+            self._put("seed", values.integer("seed", self.seed, -(2**63), MAX_SEED))
         for field in ("logprobs", "prompt_logprobs"):
             value = getattr(self, field)
             if value is not None:
-                self._put(field, _integer(field, value, 0, MAX_LOGPROBS))
+                self._put(field, values.integer(field, value, 0, MAX_LOGPROBS))
 
     def _check_shape(self) -> None:
         allowed = "a number >= 0 (0 is greedy)"
-        temperature = _number("temperature", self.temperature, allowed)
+        temperature = values.number("temperature", self.temperature, allowed)
         if temperature < 0:
-            raise _refuse("temperature", self.temperature, allowed)
+            raise values.refuse("temperature", self.temperature, allowed)
         self._put("temperature", temperature)
         allowed = "a number > 0 and <= 1 (1 is off; temperature=0 is greedy)"
-        top_p = _number("top_p", self.top_p, allowed)
+        top_p = values.number("top_p", self.top_p, allowed)
         if not 0 < top_p <= 1:
-            raise _refuse("top_p", self.top_p, allowed)
+            raise values.refuse("top_p", self.top_p, allowed)
         self._put("top_p", top_p)
-        self._put("min_p", _bounded("min_p", self.min_p, 0.0, 1.0))
+        self._put("min_p", values.bounded("min_p", self.min_p, 0.0, 1.0))
 
     def _check_penalties(self) -> None:
         allowed = "a number > 0 (1 is off)"
-        penalty = _number("repetition_penalty", self.repetition_penalty, allowed)
+        penalty = values.number("repetition_penalty", self.repetition_penalty, allowed)
         if penalty <= 0:
-            raise _refuse("repetition_penalty", self.repetition_penalty, allowed)
+            raise values.refuse("repetition_penalty", self.repetition_penalty, allowed)
         self._put("repetition_penalty", penalty)
         for field in ("presence_penalty", "frequency_penalty"):
-            self._put(field, _bounded(field, getattr(self, field), -2.0, 2.0))
+            self._put(field, values.bounded(field, getattr(self, field), -2.0, 2.0))
 
     def _check_combinations(self) -> None:
+        limit = self.thinking_limit
+        if limit is not None and self.min_tokens:
+            banned = set(limit.end_token_ids).intersection(self.stop_token_ids)
+            if banned:
+                raise RequestError(
+                    f"stop_token_ids has {min(banned)}, which thinking_limit forces and min_tokens "
+                    "forbids; leave one of the three out"
+                )
         if self.max_tokens is None:
             return
         if self.min_tokens > self.max_tokens:
@@ -320,8 +261,8 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Check and normalise every field."""
-        if not _text("request_id", self.request_id):
-            raise _refuse("request_id", self.request_id, "a string that is not empty")
+        if not values.text("request_id", self.request_id):
+            raise values.refuse("request_id", self.request_id, "a string that is not empty")
         if not self.prompt_token_ids:
             raise RequestError(
                 f"request {self.request_id!r}: prompt_token_ids is empty; "
@@ -329,17 +270,21 @@ class Request:
             )
         params: object = self.params
         if not isinstance(params, SamplingParams):
-            raise _refuse("params", params, "SamplingParams")
-        priority = _integer("priority", self.priority, -(2**31), 2**31 - 1)
+            raise values.refuse("params", params, "SamplingParams")
+        priority = values.integer("priority", self.priority, -(2**31), 2**31 - 1)
         object.__setattr__(self, "priority", priority)
         object.__setattr__(
-            self, "arrival_s", _number("arrival_s", self.arrival_s, "a finite number of seconds")
+            self,
+            "arrival_s",
+            values.number("arrival_s", self.arrival_s, "a finite number of seconds"),
         )
         if self.deadline_s is not None:
             allowed = "a finite number of seconds or None"
-            object.__setattr__(self, "deadline_s", _number("deadline_s", self.deadline_s, allowed))
-        _text("cache_salt", self.cache_salt)
-        _flag("exact", self.exact)
+            object.__setattr__(
+                self, "deadline_s", values.number("deadline_s", self.deadline_s, allowed)
+            )
+        values.text("cache_salt", self.cache_salt)
+        values.flag("exact", self.exact)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have.
@@ -355,6 +300,8 @@ class Request:
             "stop_token_ids": self.params.stop_token_ids,
             "logit_bias": tuple(token for token, _ in self.params.logit_bias),
         }
+        if self.params.thinking_limit is not None:
+            fields["thinking_limit"] = self.params.thinking_limit.token_ids
         for field, ids in fields.items():
             if ids and max(ids) >= vocab_size:
                 at = next(at for at, token_id in enumerate(ids) if token_id >= vocab_size)

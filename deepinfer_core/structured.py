@@ -6,12 +6,12 @@ This module imports neither torch nor numpy.
 from __future__ import annotations
 
 import json
-import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from deepinfer_core import values
 from deepinfer_core.errors import RequestError
 
 
@@ -32,15 +32,11 @@ def _source(value: Any) -> Any:
 
 
 def _start_after(value: Any) -> tuple[int, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"structured.start_after must be token ids, not {value!r}")
-    try:
-        ids = tuple(operator.index(item) for item in value)
-    except TypeError:
-        raise RequestError(f"structured.start_after must be token ids, not {value!r}") from None
-    if any(item < 0 for item in ids):
-        raise RequestError(f"structured.start_after must be token ids >= 0, not {list(ids)}")
-    return ids
+    return values.token_ids("structured.start_after", value)
+
+
+def _opener(value: Any) -> int | None:
+    return None if value is None else values.integer("structured.opener", value, 0)
 
 
 @attrs.frozen(kw_only=True)
@@ -52,11 +48,15 @@ class StructuredOutput:
         source: what is compiled: a schema, an expression, a list of strings; plain JSON values.
         start_after: token ids; the grammar holds from the token after their first occurrence in
             the output on (the end of thinking, say). Empty: from the first token on.
+        opener: a token id (the beginning of thinking, say). An output that begins with another
+            token follows the grammar from that one on, without waiting for ``start_after``. None:
+            every output waits.
     """
 
     kind: str = attrs.field(converter=_kind)
     source: Any = attrs.field(converter=_source, hash=False)
     start_after: tuple[int, ...] = attrs.field(default=(), converter=_start_after)
+    opener: int | None = attrs.field(default=None, converter=_opener)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> StructuredOutput:
@@ -65,12 +65,12 @@ class StructuredOutput:
         Raises:
             RequestError: a field is unknown, missing, or wrong.
         """
-        known = {item.name for item in attrs.fields(cls)}
-        if unknown := sorted(set(value) - known):
-            raise RequestError(f"structured has no field {unknown[0]!r}; it has {sorted(known)}")
-        if missing := [name for name in ("kind", "source") if name not in value]:
-            raise RequestError(f"structured lacks the field {missing[0]!r}")
-        return cls(**value)
+        return values.from_fields(cls, "structured", value)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the combination."""
+        if self.opener is not None and not self.start_after:
+            raise RequestError("structured.opener needs structured.start_after")
 
     @property
     def canonical(self) -> str:

@@ -19,6 +19,7 @@ class PlainParser:
     token_ids: frozenset[int] = frozenset()
     thinking_marks: tuple[str, str] | None = None
     tool_format = ""
+    calls_end_thoughts = False
 
     def stream(self, *, calls: bool = True) -> PlainStream:
         """Return a state for one output."""

@@ -37,12 +37,14 @@ class Template:
         """Return the parameters of a line, always with a seed."""
         from deepinfer_core.requests import SamplingParams
         from deepinfer_core.structured import StructuredOutput
+        from deepinfer_core.thinking import ThinkingLimit
 
         merged = {**self.values, **line.params}
         if merged.get("seed") is None:
             merged["seed"] = self.draw_seed()
-        if isinstance(merged.get("structured"), dict):
-            merged["structured"] = StructuredOutput.from_dict(merged["structured"])
+        for name, kind in (("structured", StructuredOutput), ("thinking_limit", ThinkingLimit)):
+            if isinstance(merged.get(name), dict):
+                merged[name] = kind.from_dict(merged[name])
         return SamplingParams(**merged)
 
     def prompt(self, llm: LLM, line: PromptLine) -> str | tuple[int, ...]:

@@ -15,6 +15,7 @@ from attrs import frozen
 from deepinfer_core.cli.options import SamplingArgs
 from deepinfer_core.errors import RequestError
 from deepinfer_core.structured import StructuredOutput
+from deepinfer_core.thinking import ThinkingLimit
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -69,6 +70,17 @@ def _structured(text: str) -> StructuredOutput:
     return StructuredOutput(kind=kind, source=source)
 
 
+def _thinking_limit(text: str) -> ThinkingLimit:
+    most, _, end = text.partition("=")
+    try:
+        ids = [int(token) for token in end.split(",")]
+        return ThinkingLimit(max_tokens=int(most), end_token_ids=ids)
+    except ValueError as error:
+        raise RequestError(
+            f"--thinking-limit {text!r}: expected N=ID or N=ID,ID, such as 200=151668"
+        ) from error
+
+
 _TEXTS = ("regex", "ebnf")
 """Kinds of grammars whose source is text, even if it looks like JSON."""
 
@@ -103,6 +115,11 @@ _OPTIONS = {
     ),
     "structured": click.option(
         "--structured", metavar="KIND=SOURCE", help="Follow a grammar, such as regex=[0-9]+."
+    ),
+    "thinking_limit": click.option(
+        "--thinking-limit",
+        metavar="N=ID",
+        help="After N tokens of thought, force the token that ends it.",
     ),
     "n": click.option("--n", type=int, help="How many outputs to make."),
     "logprobs": click.option(
@@ -139,6 +156,8 @@ def more_sampling_options(function: Command) -> Command:
             chosen["logit_bias"] = _bias(chosen["logit_bias"])
         if "structured" in chosen:
             chosen["structured"] = _structured(chosen["structured"])
+        if "thinking_limit" in chosen:
+            chosen["thinking_limit"] = _thinking_limit(chosen["thinking_limit"])
         return function(*args, more_sampling=MoreSampling(values=chosen), **values)
 
     decorated: Any = wrapper

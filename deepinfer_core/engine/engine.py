@@ -28,6 +28,7 @@ from deepinfer_core.engine.round import EngineRound, undo_grant
 from deepinfer_core.engine.speculation import speculator
 from deepinfer_core.engine.stats import Counters, EngineStats
 from deepinfer_core.engine.stepper import Drawn, Flight, Stepper
+from deepinfer_core.engine.thought import Thought
 from deepinfer_core.engine.watch import Watch
 from deepinfer_core.errors import (
     DeviceLostError,
@@ -333,7 +334,9 @@ class Engine:
         )
         penalised = RowParams(params=params, seed=0, position=0).has_penalties
         history = TokenHistory(request.prompt_token_ids) if penalised else None
-        member = Member(sequence, stream, history)
+        thinking = params.thinking_limit
+        thought = None if thinking is None else Thought.begin(thinking)
+        member = Member(sequence, stream, history, thought)
         state.members.append(member)
         self._members[sequence.sequence_id] = state, member
         if self._waits_for_sibling(sequence) or state.grammar is not None:
@@ -585,6 +588,8 @@ class Engine:
         try:
             if constrained is not None:
                 constrained.push(drawn.token_ids)
+            if member.thought is not None:
+                member.thought = member.thought.after(drawn.token_ids)
             delta = member.stream.push(drawn.token_ids, drawn.logprobs, is_last=is_last)
         except Exception as error:  # text that cannot be made is this request's misfortune alone
             tokens = ", ".join(map(str, drawn.token_ids))
@@ -609,7 +614,7 @@ class Engine:
             history=member.history,
             extra=accepted,
             eos_token_ids=self._parts.eos_token_ids,
-            mask=None if member.constrained is None else member.constrained.mask(accepted),
+            mask=member.mask(accepted, self._limits.vocab_size),
         )
 
     # ------------------------------------------------------------------------------- endings

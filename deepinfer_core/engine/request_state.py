@@ -6,8 +6,9 @@ from concurrent.futures import Future
 
 from attrs import define, field
 
-from deepinfer_core.engine.constrained import Constrained
+from deepinfer_core.engine.constrained import Constrained, Mask, only
 from deepinfer_core.engine.output_stream import OutputStream
+from deepinfer_core.engine.thought import Thought
 from deepinfer_core.interfaces.constraint import Matcher
 from deepinfer_core.requests import Output, Request, RequestOutput, TokenLogprob
 from deepinfer_core.sampling.rows import TokenHistory
@@ -16,12 +17,25 @@ from deepinfer_core.sequence import Phase, Sequence
 
 @define
 class Member:
-    """One output of a request: host state, stream, and what penalties and a grammar need."""
+    """One output of a request: host state, stream, and what penalties, limits and grammars need."""
 
     sequence: Sequence
     stream: OutputStream
     history: TokenHistory | None
+    thought: Thought | None = None
     constrained: Constrained | None = None
+
+    def mask(self, ahead: tuple[int, ...], vocab_size: int) -> Mask | None:
+        """Which tokens may follow some that are not known to be the output's yet.
+
+        Returns:
+            As ``RowParams.mask``; None where every token may.
+        """
+        held = None if self.constrained is None else self.constrained.mask(ahead)
+        if held is not None or self.thought is None:
+            return held
+        forced = self.thought.after(ahead).must_draw
+        return None if forced is None else only(forced, vocab_size)
 
 
 @define

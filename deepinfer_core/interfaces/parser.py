@@ -83,6 +83,7 @@ class Parser(Protocol):
         thinking_marks: what opens and closes a thought, or None in dialects without thoughts.
         tool_format: the name under which a ``constraint`` knows this markup of tool calls (source
             ``format`` of kind ``tool_calls``), or "".
+        calls_end_thoughts: whether a mark of calls ends a thought that nothing closed.
     """
 
     @property
@@ -97,6 +98,11 @@ class Parser(Protocol):
 
     @property
     def tool_format(self) -> str:
+        """See above."""
+        ...
+
+    @property
+    def calls_end_thoughts(self) -> bool:
         """See above."""
         ...
 

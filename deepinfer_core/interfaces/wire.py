@@ -30,37 +30,18 @@ from deepinfer_core.requests import Delta, RequestOutput, SamplingParams
 
 
 @frozen(kw_only=True)
-class ThinkingLimit:
-    """How long a model may think.
-
-    Attributes:
-        max_tokens: thinking tokens after which the end is forced.
-        end_token_ids: what ends a thought; forced in this order.
-        thinking: whether the prompt ends inside a thought; otherwise one begins with the token
-            ``begin_token_id``.
-        begin_token_id: what begins a thought, if a single token does.
-    """
-
-    max_tokens: int
-    end_token_ids: tuple[int, ...]
-    thinking: bool = True
-    begin_token_id: int | None = None
-
-
-@frozen(kw_only=True)
 class Generation:
     """What one engine request is made from.
 
     Attributes:
         prompt_token_ids: the rendered prompt.
-        params: how to choose tokens, what the output must follow; ``n`` outputs.
-        thinking_limit: how long the model may think, or None for as long as it likes.
+        params: how to choose tokens, what the output must follow, how long the model may think;
+            ``n`` outputs.
         cache_salt: requests with different salts never share cached prefixes.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    thinking_limit: ThinkingLimit | None = None
     cache_salt: str = ""
 
 

@@ -168,6 +168,7 @@ class ThinkParser:
 
     thinking_marks: tuple[str, str] | None = ("<think>", "</think>")
     tool_format = ""
+    calls_end_thoughts = False
 
     def __init__(self, context: ParserContext) -> None:
         found = {context.token_of(mark): mark for mark in ThinkStream.marks.values()}

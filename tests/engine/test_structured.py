@@ -113,6 +113,26 @@ def test_a_grammar_may_start_after_some_tokens(make_engine: Any, drive: Any, dra
     assert (driver.engine.stats().num_accepted > 0) is drafts
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_grammar_waits_only_where_the_opener_comes_first(
+    make_engine: Any, drive: Any, drafts: bool
+) -> None:
+    plain = drive(make_engine(**composed()))
+    plain.submit("r", [1, 2, 3], max_tokens=9)
+    free = plain.run()["r"].outputs[0].token_ids
+    ok = [*plain.engine.tokenizer.encode("ok"), END]
+    structured = choice("ok", start_after=free[3:5], opener=free[0])
+    known = [[1, 2, 3, *free[:5], *ok], [1, 2, 3, *ok]]
+    driver = drive(make_engine(**composed(ScriptedDrafter.of_outputs(known) if drafts else None)))
+    driver.submit("opened", [1, 2, 3], max_tokens=20, structured=structured)
+    never = {"logit_bias": {free[0]: -100.0}, "structured": structured}
+    driver.submit("not opened", [1, 2, 3], max_tokens=20, **never)
+    results = driver.run()
+    assert list(results["opened"].outputs[0].token_ids) == [*free[:5], *ok]
+    assert list(results["not opened"].outputs[0].token_ids) == ok
+    assert (driver.engine.stats().num_accepted > 0) is drafts
+
+
 def test_a_dead_end_says_so(make_engine: Any, drive: Any) -> None:
     """The end is all that the grammar allows, and min_tokens forbids it."""
     driver = drive(make_engine(**composed()))
@@ -249,7 +269,9 @@ def _explode(self: Any, mask: np.ndarray[Any, Any]) -> None:
         ({"kind": "regex", "source": float("nan")}, "plain JSON"),
         ({"kind": "regex", "source": "x", "start_after": "x"}, "token ids"),
         ({"kind": "regex", "source": "x", "start_after": [-1]}, ">= 0"),
-        ({"kind": "regex", "source": "x", "start_after": [1.5]}, "token ids"),
+        ({"kind": "regex", "source": "x", "start_after": [1.5]}, "start_after"),
+        ({"kind": "regex", "source": "x", "start_after": [1], "opener": -1}, "opener"),
+        ({"kind": "regex", "source": "x", "opener": 1}, "needs structured.start_after"),
     ],
 )
 def test_nonsense_is_refused_by_name(fields: Any, message: str) -> None:

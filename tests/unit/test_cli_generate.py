@@ -483,6 +483,11 @@ def test_grammars_come_from_text_json_and_files(tmp_path: Path) -> None:
         assert (structured.kind, structured.source) == (kind, source)
 
 
+def test_a_limit_of_thinking_names_what_ends_a_thought() -> None:
+    found = parse("--thinking-limit", "200=7,8")["thinking_limit"]
+    assert (found.max_tokens, found.end_token_ids) == (200, (7, 8))
+
+
 def test_every_field_of_sampling_params_has_a_flag() -> None:
     import attrs
 
@@ -525,6 +530,7 @@ def test_the_first_bad_lines_are_named_and_the_rest_counted(
         (["a", "--temperature", "nan"], "temperature"),
         (["a", "--logit-bias", "x"], "expected ID=NUMBER"),
         (["a", "--structured", "regex"], "expected KIND=SOURCE"),
+        (["a", "--thinking-limit", "200"], "expected N=ID"),
         (["a", "--structured", "ebnf=@/no/such/file"], "cannot read /no/such/file"),
         (["a", "--max-tokens", "0"], "--max-tokens"),
         (["a", "--top-k", "-1"], "top_k must be"),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deepinfer_core.interfaces.wire import WireFormat
     from deepinfer_core.text.chat_template import ChatTemplate
 
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "tokenizer"})
+_RESERVED = frozenset({"self", "messages", "tools", "add_generation_prompt", "tokenizer"})
 
 
 def build(config: Any, context: RecipeContext) -> TemplateRecipe:

@@ -38,12 +38,12 @@ TEMPLATE = (
 class World:
     """A recipe, and an engine that says what it is told."""
 
-    def __init__(self, dialect: str = "hermes") -> None:
+    def __init__(self, dialect: str = "hermes", template: str = TEMPLATE) -> None:
         self.tokenizer = byte_tokenizer(CONTROL)
         marks = ParserContext(token_of=self.tokenizer.id_of)
         kinds = {"hermes": Hermes, "deepseek_v4": DeepseekV4, "deepseek_v4_1": DeepseekV41}
         parsers = {name: partial(kind, ParserConfig(), marks) for name, kind in kinds.items()}
-        context = RecipeContext(tokenizer=self.tokenizer, chat_template=TEMPLATE, parsers=parsers)
+        context = RecipeContext(tokenizer=self.tokenizer, chat_template=template, parsers=parsers)
         self.recipe: ChatRecipe = build(ChatConfig(parser=dialect), context)
         self.formats = {wire.name: wire for wire in self.recipe.formats()}
 
@@ -134,3 +134,16 @@ def world() -> World:
 @pytest.fixture(scope="session")
 def deepseek() -> World:
     return World("deepseek_v4")
+
+
+@pytest.fixture(scope="session")
+def plain() -> World:
+    """A model whose calls nobody can read."""
+    return World("plain")
+
+
+@pytest.fixture(scope="session")
+def toolless() -> World:
+    """A model whose template knows no tools."""
+    turns = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    return World("auto", turns + "{% if add_generation_prompt %}<|assistant|>{% endif %}")

@@ -56,6 +56,7 @@ def test_usage_comes_in_a_chunk_of_its_own(world: Any) -> None:
     last = chunks(events)[-1]
     assert last["choices"] == []
     assert last["usage"] == reply.body()["usage"]
+    assert all(data["usage"] is None for data in chunks(events)[:-1])
 
 
 def test_thoughts_and_calls(world: Any) -> None:
@@ -134,8 +135,82 @@ def test_what_must_be_called_is_a_grammar(world: Any) -> None:
     assert structured.source["tool_choice"] == choice
     assert [tool["function"]["name"] for tool in structured.source["tools"]] == ["get"]
     assert structured.start_after == (world.tokenizer.id_of("</think>"),)
+    assert structured.opener == world.tokenizer.id_of("<think>")
+    on = body(tools=[WEATHER], tool_choice="required", reasoning_effort="low")
+    assert world.read("openai.chat", on).generations[0].params.structured.opener is None
     off = body(tools=[WEATHER], tool_choice="required", reasoning_effort="none")
     assert world.read("openai.chat", off).generations[0].params.structured.start_after == ()
+
+
+def test_what_must_be_called_follows_its_schema(world: Any) -> None:
+    def strict(**more: Any) -> list[bool]:
+        given = world.read("openai.chat", body(tools=[WEATHER, other], **more))
+        tools = given.generations[0].params.structured.source["tools"]
+        return [tool["function"]["strict"] for tool in tools]
+
+    other = {"type": "function", "function": {"name": "other", "strict": True}}
+    assert strict(tool_choice="required") == [True, True]
+    assert strict() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "get"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(plain: Any, change: Any, param: str) -> None:
+    with pytest.raises(ProtocolError, match="no grammar is known") as raised:
+        plain.read("openai.chat", body(**{"tools": [WEATHER], **change}))
+    assert raised.value.param == param
+    allowed = body(tools=[WEATHER], tool_choice="none", response_format={"type": "json_object"})
+    structured = plain.read("openai.chat", allowed).generations[0].params.structured
+    assert structured.kind == "json_object"
+
+
+def test_tools_and_a_format_leave_the_choice(world: Any) -> None:
+    given = body(tools=[WEATHER], response_format={"type": "json_object"})
+    structured = world.read("openai.chat", given).generations[0].params.structured
+    assert structured.kind == "tool_calls"
+    assert structured.source["answer"] == {"kind": "json_object", "source": {}}
+    must = {**given, "tool_choice": "required"}
+    source = world.read("openai.chat", must).generations[0].params.structured.source
+    assert "answer" not in source
+
+
+def test_a_format_goes_with_no_prefix(world: Any) -> None:
+    messages = [*body()["messages"], {"role": "assistant", "content": "{", "prefix": True}]
+    given = body(messages=messages, response_format={"type": "json_object"})
+    with pytest.raises(ProtocolError, match="beginning is given"):
+        world.read("openai.chat", given)
+
+
+def test_tools_are_told_where_the_template_knows_none(toolless: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "c", "content": "one"},
+        {"role": "tool", "tool_call_id": "c", "content": "two"},
+    ]
+    exchange = toolless.read("openai.chat", body(messages=messages, tools=[WEATHER]))
+    text = toolless.text(exchange.generations[0].prompt_token_ids)
+    system, rest = text.split("<|user|>Hi<|end|>")
+    assert system.startswith("<|system|>Be.\n\nYou may call functions.")
+    assert '{"name": "get", "parameters": {"type": "object", "properties": {}}}' in system
+    said = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
+    assert rest == (
+        f"<|assistant|>{said}\n{said}<|end|><|user|><tool_response>\none\n</tool_response>\n"
+        "<tool_response>\ntwo\n</tool_response><|end|><|assistant|>"
+    )
+    marks = {toolless.tokenizer.id_of(mark) for mark in ("<tool_call>", "</tool_call>")}
+    assert not marks.intersection(exchange.generations[0].prompt_token_ids), "these are plain text"
+    reply, _ = toolless.run(exchange, [toolless.ids(said)])
+    (made,) = reply.body()["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "get", "arguments": '{"a": 1}'}
 
 
 def test_allowed_tools(world: Any) -> None:
@@ -175,11 +250,30 @@ def test_a_prefix_goes_on(world: Any) -> None:
 def test_a_thinking_budget(world: Any) -> None:
     given = body(thinking={"type": "enabled", "budget_tokens": 20})
     exchange = world.read("openai.chat", given)
-    limit = exchange.generations[0].thinking_limit
+    limit = exchange.generations[0].params.thinking_limit
     assert (limit.max_tokens, limit.thinking) == (20, True)
+    assert limit.end_token_ids == (world.tokenizer.id_of("</think>"),)
+    assert exchange.ignored == ()
     reply, _ = world.run(exchange, [world.ids("Hm.</think>Yes")])
     message = reply.body()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes")
+
+
+def test_budgets_of_models_that_may_think_or_call(world: Any, deepseek: Any) -> None:
+    begin = world.tokenizer.id_of("<think>")
+    limit = world.read("openai.chat", body(thinking_budget=0)).generations[0].params.thinking_limit
+    assert (limit.max_tokens, limit.thinking, limit.begin_token_id) == (0, False, begin)
+    assert limit.call_token_ids == ()
+    given = body(thinking_budget=9, tools=[WEATHER])
+    limit = deepseek.read("openai.chat", given).generations[0].params.thinking_limit
+    assert deepseek.tokenizer.id_of("｜DSML｜") in limit.call_token_ids
+
+
+def test_a_budget_without_effect_is_said(world: Any) -> None:
+    given = body(thinking={"type": "disabled", "budget_tokens": 20})
+    exchange = world.read("openai.chat", given)
+    assert exchange.generations[0].params.thinking_limit is None
+    assert exchange.ignored == ("thinking.budget_tokens",)
 
 
 def test_failures_in_the_middle(world: Any) -> None:
@@ -204,6 +298,7 @@ def test_failures_in_the_middle(world: Any) -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"temperature": 3}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": "2"}, "n"),
         ({"stop": [""]}, "stop"),
@@ -212,6 +307,7 @@ def test_failures_in_the_middle(world: Any) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format.schema"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"functions": []}, "functions"),

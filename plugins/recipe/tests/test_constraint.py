@@ -105,6 +105,29 @@ def test_whitespace_cannot_go_on_forever(shared: XgrammarConstraint) -> None:
     assert not accepts(shared, "json_object", None, '{"a":' + " " * 200 + "1}")
 
 
+SPACED = {
+    "json_schema": (NESTED, '{"origin": {"x": 1.5, "label": "ab"}, "level": 1, "when": "'),
+    "any value": ({}, '{"a": [1, {"b": null}], "c": {}}'),
+    "array": ({"type": "array"}, '[[1, 2], ["x"], {"a": []}]'),
+    "map": ({"type": "object", "additionalProperties": {"type": "integer"}}, '{"a": 1, "b": 2}'),
+    "tuple": ({"type": "array", "prefixItems": [{}, {"type": "null"}]}, "[[{}], null]"),
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_no_place_takes_whitespace_without_end(shared: XgrammarConstraint, name: str) -> None:
+    """Behind every character outside strings, at most `max_whitespace` more fit, of any kind."""
+    schema, text = SPACED[name]
+    matcher = shared.compile("json_schema", schema)
+    in_string = False
+    for letter in text.encode():
+        assert matcher.accept(letter), text
+        in_string ^= letter == ord('"')
+        for blank in b"" if in_string else b" \n\t":
+            probe = matcher.fork()
+            assert sum(probe.accept(blank) for _ in range(60)) <= XgrammarConfig().max_whitespace
+
+
 def test_choices_are_taken_literally(shared: XgrammarConstraint) -> None:
     choices = ['say "no"', "a|b", "back\\slash", "line\nbreak", "日本"]
     for text in choices:
@@ -165,6 +188,41 @@ def test_parallel_calls_can_be_forbidden(shared: XgrammarConstraint, markup: str
     assert not accepts(shared, "tool_calls", {**source, "parallel_tool_calls": False}, twice)
 
 
+@pytest.mark.parametrize("markup", FORMATS)
+def test_a_call_or_an_answer_of_a_form(shared: XgrammarConstraint, markup: str) -> None:
+    answers = {
+        "json_schema": ({"type": "object", "properties": {"a": {"enum": [1]}}}, '{"a": 1}'),
+        "json_object": ({}, '{"b": []}'),
+        "regex": ("[0-9]+", "12"),
+        "ebnf": ('root ::= "yes"', "yes"),
+        "choice": (["left", "right"], "left"),
+    }
+    for kind, (source, good) in answers.items():
+        asked = {"format": markup, "tools": [WEATHER], "answer": {"kind": kind, "source": source}}
+        assert accepts(shared, "tool_calls", asked, good)
+        assert accepts(shared, "tool_calls", asked, CALLS[markup])
+        assert not accepts(shared, "tool_calls", asked, "Hello")
+
+
+@pytest.mark.parametrize("markup", ["hermes", "llama", "mistral"])
+def test_names_of_tools_are_written_as_json(shared: XgrammarConstraint, markup: str) -> None:
+    odd = {"type": "function", "function": {"name": 'say "é\\"'}}
+    source = {"format": markup, "tools": [odd], "tool_choice": "required"}
+    field = "parameters" if markup == "llama" else "arguments"
+    call = json.dumps({"name": odd["function"]["name"], field: {}}, ensure_ascii=False)
+    around = {"hermes": "<tool_call>\n%s\n</tool_call>", "mistral": "[TOOL_CALLS][%s]"}
+    assert accepts(shared, "tool_calls", source, around.get(markup, "%s") % call)
+
+
+def test_arguments_that_follow_no_schema_are_an_object(shared: XgrammarConstraint) -> None:
+    for function in ({"name": "f"}, {"name": "f", "parameters": {"const": 1}, "strict": False}):
+        tools = [{"type": "function", "function": function}]
+        source = {"format": "hermes", "tools": tools, "tool_choice": "required"}
+        for arguments, good in (('{"x": [1]}', True), ("[1]", False), ("1", False)):
+            call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+            assert accepts(shared, "tool_calls", source, call) is good
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -182,6 +240,9 @@ def test_parallel_calls_can_be_forbidden(shared: XgrammarConstraint, markup: str
             "tool_choice": {"type": "function", "function": {"name": "x"}},
         },
         {"format": "hermes", "tools": [WEATHER], "choices": "auto"},
+        {"format": "hermes", "tools": [WEATHER], "answer": "no"},
+        {"format": "hermes", "tools": [WEATHER], "answer": {"kind": "poem", "source": ""}},
+        {"format": "hermes", "tools": [{"type": "function", "function": {"name": 5}}]},
     ],
 )
 def test_bad_tool_calls_are_refused(shared: XgrammarConstraint, source: Any) -> None:

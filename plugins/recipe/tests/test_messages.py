@@ -36,6 +36,7 @@ def test_an_answer(world: Any) -> None:
     size = len(exchange.generations[0].prompt_token_ids)
     assert said["usage"]["input_tokens"] == size - 3
     assert said["usage"]["cache_read_input_tokens"] == 3
+    assert said["usage"]["output_tokens_details"] == {"thinking_tokens": 3}
     names = [event.name for event in events]
     assert names[:3] == ["message_start", "content_block_start", "ping"]
     assert names[-2:] == ["message_delta", "message_stop"]

@@ -41,7 +41,9 @@ class TestDeepseekV41(DeepseekContract):
 
 def test_templates_betray_dialects() -> None:
     assert dialect_of("{{ '<tool_call>' }}") == "hermes"
-    assert dialect_of("<think>") == "thinking"
+    assert dialect_of("<think>{{ tools }}") == "thinking"
+    assert dialect_of("{{ tools }}") == "plain"
+    assert dialect_of("<think>{{ messages }}") == "hermes", "tools are told in its markup"
     assert dialect_of("<｜DSML｜ calls>") == "deepseek_v4_1"
     assert dialect_of("<｜DSML｜tool_calls>") == "deepseek_v4"
     assert dialect_of(None) == "plain"

@@ -70,6 +70,20 @@ def test_a_conversation_goes_on(world: Any) -> None:
     assert (raised.value.status, raised.value.code) == (404, "previous_response_not_found")
 
 
+def test_a_response_in_the_making_cannot_be_continued(world: Any) -> None:
+    kept = world.read(NAME, body(background=True)).reply("abc", 1).stored()
+    with pytest.raises(ProtocolError, match="still being made") as raised:
+        world.read(NAME, body(previous_response_id="resp_abc"), stored={"resp_abc": kept}.get)
+    assert (raised.value.status, raised.value.param) == (400, "previous_response_id")
+
+
+def test_what_has_no_effect_is_said(world: Any) -> None:
+    include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    exchange = world.read(NAME, body(include=include, truncation="auto"))
+    assert exchange.generations[0].params.logprobs == 0
+    assert exchange.ignored == ("truncation", "include[1]")
+
+
 def test_what_is_not_to_be_stored_is_not(world: Any) -> None:
     assert world.read(NAME, body(store=False)).reply("a", 1).stored() is None
 
@@ -101,10 +115,12 @@ def test_failures(world: Any) -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": "Hi", "id": {}}]}, "input[0].id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"conversation": "c"}, "conversation"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "background"),
     ],
 )
 def test_refusals(world: Any, change: dict[str, Any], param: str) -> None:

@@ -84,6 +84,19 @@ class AnswerFormat:
 
 
 @frozen(kw_only=True)
+class ThinkingBudget:
+    """How much an answer may be thought about.
+
+    Attributes:
+        max_tokens: tokens of thought.
+        field: of the body that says so.
+    """
+
+    max_tokens: int
+    field: str
+
+
+@frozen(kw_only=True)
 class Conversation:
     """What a model is asked.
 
@@ -94,6 +107,7 @@ class Conversation:
         parallel_calls: whether one answer may hold several calls.
         thinking: whether to think first; None leaves it to the model's template.
         effort: how hard: minimal, low, medium, high, xhigh or max; None for the default.
+        budget: how much it may think, or None for as much as it likes.
         answer: what the answer must look like, or None.
         prefill: the beginning of the answer, which the model continues; "" for none.
         options: further names that a chat template sees.
@@ -105,6 +119,7 @@ class Conversation:
     parallel_calls: bool = True
     thinking: bool | None = None
     effort: str | None = None
+    budget: ThinkingBudget | None = None
     answer: AnswerFormat | None = None
     prefill: str = ""
     options: Mapping[str, Any] = field(factory=dict)

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from attrs import frozen
 
+from deepinfer_core.errors import ProtocolError
 from deepinfer_core.interfaces.parser import Parser
-from deepinfer_core.interfaces.wire import ThinkingLimit
 from deepinfer_core.structured import StructuredOutput
+from deepinfer_core.thinking import ThinkingLimit
 from deepinfer_recipe.conversation import Conversation
 from deepinfer_recipe.wire.turn import Codec, Turn
 
@@ -85,65 +86,110 @@ class Kit:
         )
 
     def thinks(self, prompt: Prompt, conversation: Conversation) -> bool:
-        """Whether the answer begins with a thought, as far as can be known."""
+        """Whether the answer may begin with a thought, as far as can be known."""
         begin, end = self._mark(0), self._mark(1)
-        if begin is None or end is None or conversation.thinking is False:
+        if begin is None or end is None or conversation.prefill or conversation.thinking is False:
             return False
-        opened = [token for token in prompt.opening if token in (begin, end)]
-        return not opened or opened[-1] == begin
+        return self._opened(prompt) != end
+
+    def _opened(self, prompt: Prompt) -> int | None:
+        """Return the last mark of thinking with which the prompt begins the answer."""
+        marks = (self._mark(0), self._mark(1))
+        return next((token for token in reversed(prompt.opening) if token in marks), None)
 
     def structured(self, prompt: Prompt, conversation: Conversation) -> StructuredOutput | None:
-        """Return what the answer must follow, or None."""
+        """Return what the answer must follow, or None.
+
+        Raises:
+            ProtocolError: the conversation asks for what no grammar can be made of.
+        """
         found = self._grammar(conversation)
         if found is None:
             return None
         kind, source = found
-        end = self.end_thinking
-        after = (end,) if end is not None and self.thinks(prompt, conversation) else ()
-        return StructuredOutput(kind=kind, source=source, start_after=after)
+        if not self.thinks(prompt, conversation):
+            return StructuredOutput(kind=kind, source=source)
+        after = () if self.end_thinking is None else (self.end_thinking,)
+        opener = None if self._opened(prompt) is not None else self._mark(0)
+        return StructuredOutput(kind=kind, source=source, start_after=after, opener=opener)
 
     def _grammar(self, conversation: Conversation) -> tuple[str, Any] | None:
         answer = conversation.answer
+        if answer is not None and conversation.prefill:
+            raise ProtocolError(
+                "a format of the whole answer cannot be kept where its beginning is given; "
+                "leave one of them out",
+                param="messages",
+            )
         if conversation.offers_tools:
-            strict = any(tool.strict for tool in conversation.tools)
-            must = conversation.tool_choice in ("required", "named")
-            if (must or strict) and self.parser.tool_format:
+            held = _must_call(conversation) or _is_strict(conversation)
+            if self.parser.tool_format and (held or answer is not None):
                 return "tool_calls", self._tool_calls(conversation)
-        if answer is not None:
-            return answer.kind, answer.source
-        return None
+            if held:
+                raise _unenforceable(conversation)
+        return None if answer is None else (answer.kind, answer.source)
 
     def _tool_calls(self, conversation: Conversation) -> dict[str, Any]:
+        """Return a source of kind ``tool_calls``.
+
+        A tool that must be called is held to its schema even if nobody called it strict: the
+        grammar is there anyway, and a model that is forced to call it may not know better.
+        """
         choice: Any = conversation.tool_choice
         if choice == "named":
             name = conversation.tools[0].name
             choice = {"type": "function", "function": {"name": name}}
+        must = _must_call(conversation)
         tools = []
         for tool in conversation.tools:
             shape = tool.as_chat()
-            shape["function"]["strict"] = tool.strict
+            shape["function"]["strict"] = tool.strict or must
             tools.append(shape)
-        return {
+        source = {
             "format": self.parser.tool_format,
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": conversation.parallel_calls,
         }
+        answer = conversation.answer
+        if answer is not None and not must:
+            source["answer"] = {"kind": answer.kind, "source": answer.source}
+        return source
 
-    def thinking_limit(
-        self, prompt: Prompt, conversation: Conversation, max_tokens: int | None
-    ) -> ThinkingLimit | None:
-        """Return how long the model may think, or None for as long as it likes."""
-        end = self.end_thinking
-        if max_tokens is None or end is None or not self.thinks(prompt, conversation):
+    def thinking_limit(self, prompt: Prompt, conversation: Conversation) -> ThinkingLimit | None:
+        """Return how long the model may think; None for as long as it likes, or not at all."""
+        budget, begin, end = conversation.budget, self._mark(0), self._mark(1)
+        if budget is None or end is None or not self.thinks(prompt, conversation):
             return None
-        begin = self._mark(0)
+        calls: frozenset[int] = frozenset()
+        if self.parser.calls_end_thoughts and conversation.offers_tools:
+            calls = self.parser.token_ids - {begin, end}
         return ThinkingLimit(
-            max_tokens=max_tokens,
+            max_tokens=budget.max_tokens,
             end_token_ids=(end,),
-            thinking=begin in prompt.opening,
+            thinking=self._opened(prompt) == begin,
             begin_token_id=begin,
+            call_token_ids=tuple(sorted(calls)),
         )
+
+
+def _must_call(conversation: Conversation) -> bool:
+    return conversation.tool_choice in ("required", "named")
+
+
+def _is_strict(conversation: Conversation) -> bool:
+    return any(tool.strict for tool in conversation.tools)
+
+
+def _unenforceable(conversation: Conversation) -> ProtocolError:
+    what, field = ("a strict tool", "tools")
+    if _must_call(conversation):
+        what, field = ("a call", "tool_choice")
+    return ProtocolError(
+        f"{field}: {what} cannot be enforced, as no grammar is known for the calls of this model; "
+        "choose 'auto' and no strict tools, or set recipe.parser to the dialect that it speaks",
+        param=field,
+    )
 
 
 class _Control:

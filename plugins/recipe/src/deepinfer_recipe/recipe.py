@@ -16,6 +16,7 @@ from deepinfer_recipe.config import ChatConfig, DeepseekConfig
 from deepinfer_recipe.kit import Kit, Renderer
 from deepinfer_recipe.render.deepseek import DeepseekRenderer
 from deepinfer_recipe.render.template import TemplateRenderer
+from deepinfer_recipe.render.tools_told import TOLD_DIALECT, knows_tools
 from deepinfer_recipe.wire.anthropic import CountFormat, MessagesFormat
 from deepinfer_recipe.wire.chat import ChatFormat, read_conversation
 from deepinfer_recipe.wire.completions import CompletionsFormat
@@ -35,17 +36,25 @@ _SIGNS = (
 
 def build(config: ChatConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe."""
-    return ChatRecipe(config, context, TemplateRenderer(context))
+    dialect = dialect_of(context.chat_template) if config.parser == "auto" else config.parser
+    tells = dialect == TOLD_DIALECT and not knows_tools(context.chat_template)
+    return ChatRecipe(dialect, context, TemplateRenderer(context, tells_tools=tells))
 
 
 def build_deepseek_v4(config: DeepseekConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe of DeepSeek V4."""
-    return DeepseekRecipe(config, context, _renderer(config, context, v41=False), "deepseek_v4")
+    return _deepseek(config, context, v41=False)
 
 
 def build_deepseek_v4_1(config: DeepseekConfig, context: RecipeContext) -> ChatRecipe:
     """Make the recipe of DeepSeek V4.1."""
-    return DeepseekRecipe(config, context, _renderer(config, context, v41=True), "deepseek_v4_1")
+    return _deepseek(config, context, v41=True)
+
+
+def _deepseek(config: DeepseekConfig, context: RecipeContext, *, v41: bool) -> ChatRecipe:
+    own = "deepseek_v4_1" if v41 else "deepseek_v4"
+    dialect = own if config.parser == "auto" else config.parser
+    return DeepseekRecipe(dialect, context, _renderer(config, context, v41=v41))
 
 
 def _renderer(config: DeepseekConfig, context: RecipeContext, *, v41: bool) -> Renderer:
@@ -64,33 +73,27 @@ def _renderer(config: DeepseekConfig, context: RecipeContext, *, v41: bool) -> R
 
 def dialect_of(template: str | None) -> str:
     """Return the name of the parser that fits a chat template."""
-    return next((name for sign, name in _SIGNS if sign in (template or "")), "plain")
+    found = next((name for sign, name in _SIGNS if sign in (template or "")), "plain")
+    if template and found in ("plain", "thinking") and not knows_tools(template):
+        return TOLD_DIALECT
+    return found
 
 
 class ChatRecipe(TemplateRecipe):
     """Renders, and speaks all protocols.
 
     Args:
-        config: options.
+        dialect: name of the parser.
         context: the model.
         renderer: makes the prompts of the protocols.
-        dialect: name of the parser where the options leave it open.
     """
 
-    def __init__(
-        self,
-        config: ChatConfig,
-        context: RecipeContext,
-        renderer: Renderer,
-        dialect: str | None = None,
-    ) -> None:
+    def __init__(self, dialect: str, context: RecipeContext, renderer: Renderer) -> None:
         super().__init__(context)
         self._parsers = context.parsers
         self._renderer = renderer
         self._tokenizer = context.tokenizer
-        self._dialect = config.parser
-        if self._dialect == "auto":
-            self._dialect = dialect or dialect_of(context.chat_template)
+        self._dialect = dialect
 
     def formats(self) -> Sequence[WireFormat]:
         """Return the wire formats."""

@@ -93,6 +93,12 @@ Compiled = tuple[str, Any, Mapping[str, Any]]
 
 
 def _json_schema(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    options = {"any_whitespace": True, "max_whitespace_cnt": config.max_whitespace}
+    schema = _schema(source, config)
+    return "compile_json_schema", json.dumps(schema, ensure_ascii=False), options
+
+
+def _schema(source: Any, config: XgrammarConfig) -> Any:
     if isinstance(source, str):
         try:
             source = json.loads(source)
@@ -102,9 +108,8 @@ def _json_schema(source: Any, text: str, config: XgrammarConfig) -> Compiled:
     if not isinstance(source, Mapping | bool):
         raise RequestError(f"a json_schema must be an object, not {type(source).__name__}")
     if isinstance(source, Mapping) and not source:
-        source = True  # an empty schema allows every value
-    options = {"any_whitespace": True, "max_whitespace_cnt": config.max_whitespace}
-    return "compile_json_schema", json.dumps(source, ensure_ascii=False), options
+        return True  # an empty schema allows every value
+    return source
 
 
 def _json_object(source: Any, text: str, config: XgrammarConfig) -> Compiled:
@@ -122,6 +127,10 @@ def _ebnf(source: Any, text: str, config: XgrammarConfig) -> Compiled:
 
 
 def _choice(source: Any, text: str, config: XgrammarConfig) -> Compiled:
+    return _structural({"type": "structural_tag", "format": _one_of(source)})
+
+
+def _one_of(source: Any) -> Mapping[str, Any]:
     good = (
         isinstance(source, Sequence)
         and not isinstance(source, str | bytes)
@@ -131,8 +140,11 @@ def _choice(source: Any, text: str, config: XgrammarConfig) -> Compiled:
     if not good:
         raise RequestError("a choice must be a list of strings, none of them empty")
     options = [{"type": "const_string", "value": item} for item in dict.fromkeys(source)]
-    chosen = options[0] if len(options) == 1 else {"type": "or", "elements": options}
-    return _structural({"type": "structural_tag", "format": chosen})
+    return _either(options)
+
+
+def _either(formats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 
 def _structural_tag(source: Any, text: str, config: XgrammarConfig) -> Compiled:
@@ -142,7 +154,33 @@ def _structural_tag(source: Any, text: str, config: XgrammarConfig) -> Compiled:
 
 
 def _tool_calls(source: Any, text: str, config: XgrammarConfig) -> Compiled:
-    return _structural(tool_tag(source, max_whitespace=config.max_whitespace))
+    tag = tool_tag(source, max_whitespace=config.max_whitespace)
+    if (answer := source.get("answer")) is not None:
+        tag["format"] = _either([tag["format"], _answer(answer, config)])
+    return _structural(tag)
+
+
+def _answer(answer: Any, config: XgrammarConfig) -> Mapping[str, Any]:
+    """Return the format of what may be said instead of a call."""
+    shape = answer if isinstance(answer, Mapping) else {}
+    kind, source = shape.get("kind"), shape.get("source")
+    if kind in ("json_schema", "json_object"):
+        schema = _schema(ANY_OBJECT if kind == "json_object" else source, config)
+        return {
+            "type": "json_schema",
+            "json_schema": schema,
+            "max_whitespace_cnt": config.max_whitespace,
+        }
+    if kind == "regex":
+        return {"type": "regex", "pattern": _string(kind, source)}
+    if kind == "ebnf":
+        return {"type": "grammar", "grammar": _string(kind, source)}
+    if kind == "choice":
+        return _one_of(source)
+    raise RequestError(
+        "tool_calls: answer must be an object of a kind (json_schema, json_object, regex, ebnf, "
+        f"choice) and a source, not {answer!r:.60}"
+    )
 
 
 def _structural(tag: Mapping[str, Any]) -> Compiled:

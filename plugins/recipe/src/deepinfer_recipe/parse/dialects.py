@@ -20,6 +20,7 @@ class Dialect:
     """
 
     tool_format = ""
+    calls_end_thoughts = False
     marks: tuple[str, ...] = ()
 
     def __init__(self, config: ParserConfig, context: ParserContext) -> None:
@@ -106,6 +107,7 @@ class DeepseekV4(Dialect):
     """DSML as DeepSeek V4 writes it."""
 
     tool_format = "deepseek_v4"
+    calls_end_thoughts = True
     marks = ("｜DSML｜",)
     gap = ""
     block = "tool_calls"
@@ -115,7 +117,12 @@ class DeepseekV4(Dialect):
         block = f"<｜DSML｜{self.gap}{self.block}>"
         self._dsml = DsmlMarks.of(
             self.tokens,
-            outline(self.tokens, self.thinking_marks, {block: "block"}, calls_in_thoughts=True),
+            outline(
+                self.tokens,
+                self.thinking_marks,
+                {block: "block"},
+                calls_end_thoughts=self.calls_end_thoughts,
+            ),
             gap=self.gap,
             block=self.block,
         )

@@ -33,7 +33,7 @@ def outline(
     thinking: tuple[str, str] | None,
     openers: Mapping[str, str],
     *,
-    calls_in_thoughts: bool = False,
+    calls_end_thoughts: bool = False,
 ) -> Outline:
     """Gather marks.
 
@@ -44,14 +44,14 @@ def outline(
         tokens: marks that are tokens.
         thinking: what opens and closes a thought.
         openers: what opens calls -> any word for it.
-        calls_in_thoughts: whether an opener ends a thought.
+        calls_end_thoughts: whether an opener ends a thought.
     """
     opening = {tokens.mark(mark): meaning for mark, meaning in openers.items()}
     if thinking is None:
         return Outline(start=Watch(opening), text=Watch(opening), thought=Watch({}))
     think, answer = map(tokens.mark, thinking)
     start = {think: _THINK, **opening}
-    inside = {answer: _ANSWER, **(opening if calls_in_thoughts else {})}
+    inside = {answer: _ANSWER, **(opening if calls_end_thoughts else {})}
     return Outline(
         start=Watch(start),
         text=Watch(start if think != thinking[0] else opening),

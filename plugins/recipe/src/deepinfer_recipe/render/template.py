@@ -12,6 +12,7 @@ from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_recipe.conversation import Call, Conversation, Message
 from deepinfer_recipe.kit import Prompt
+from deepinfer_recipe.render.tools_told import tools_told
 
 _PROBE = ({"role": "user", "content": "x"},)
 
@@ -21,15 +22,19 @@ class TemplateRenderer:
 
     Args:
         context: the model's tokenizer and template.
+        tells_tools: whether tools are told in messages, as the template knows none.
     """
 
-    def __init__(self, context: RecipeContext) -> None:
+    def __init__(self, context: RecipeContext, *, tells_tools: bool = False) -> None:
         self._tokenizer = context.tokenizer
         self._recipe = TemplateRecipe(context)
+        self._tells_tools = tells_tools
         self._opening = functools.lru_cache(64)(self._probe)
 
     def prompt(self, conversation: Conversation) -> Prompt:
         """Render a conversation."""
+        if self._tells_tools:
+            conversation = tools_told(conversation)
         options = _options(conversation)
         tools = [tool.as_chat() for tool in conversation.tools] if conversation.offers_tools else []
         ids = self._recipe.render(

@@ -16,6 +16,7 @@ from deepinfer_recipe.wire import sampling
 from deepinfer_recipe.wire.anthropic_read import read_conversation
 from deepinfer_recipe.wire.exchange import BaseReply, Choice, Exchange, Section
 from deepinfer_recipe.wire.fields import Fields, read_object
+from deepinfer_recipe.wire.sampling import unused_budget
 from deepinfer_recipe.wire.turn import Piece, Turn, finish_word
 
 FINISH = {
@@ -66,7 +67,7 @@ class MessagesFormat:
         limit = fields.integer("max_tokens", 1)
         if limit is None:
             raise fields.error("max_tokens", "is missing; it must be an integer >= 1")
-        conversation, budget = read_conversation(fields)
+        conversation = read_conversation(fields)
         prompt = self._kit.renderer.prompt(conversation)
         stop = sampling.stop_strings(fields, "stop_sequences")
         params = sampling.params(
@@ -75,21 +76,17 @@ class MessagesFormat:
             **sampling.read_extras(fields),
             max_tokens=limit,
             structured=self._kit.structured(prompt, conversation),
+            thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            thinking_limit=self._kit.thinking_limit(prompt, conversation, budget),
-            cache_salt=context.cache_salt,
+            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
         )
-        ignored = [name for name in _IGNORED if fields.has(name)]
-        fields.used(*_IGNORED)
         return Exchange(
             model=model,
             make=partial(self._reply, conversation, prompt, generation, stop, model),
             generations=(generation,),
             stream=stream,
-            ignored=(*ignored, *fields.unknown()),
+            ignored=(*fields.without_effect(_IGNORED), *unused_budget(conversation, params)),
         )
 
     def _reply(
@@ -123,14 +120,14 @@ class CountFormat:
         """Understand a request; the answer is known at once."""
         fields = Fields(read_object(body))
         model = fields.text("model")
-        conversation, _ = read_conversation(fields)
+        conversation = read_conversation(fields)
         prompt = self._kit.renderer.prompt(conversation)
-        fields.used("max_tokens", *_IGNORED)
+        fields.used("max_tokens")
         size = len(prompt.token_ids)
         return Exchange(
             model=model,
             make=lambda identity, created_s: CountReply(identity, size, self._kit),
-            ignored=tuple(fields.unknown()),
+            ignored=fields.without_effect(_IGNORED),
         )
 
 
@@ -265,6 +262,7 @@ class MessagesReply(BaseReply):
             "cache_creation_input_tokens": 0,
             "cache_creation": None,
             "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
             "server_tool_use": None,
             "service_tier": "standard",
             "inference_geo": None,

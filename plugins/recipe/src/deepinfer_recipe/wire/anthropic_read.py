@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deepinfer_recipe.conversation import AnswerFormat, Call, Conversation, Message, Tool
+from deepinfer_recipe.conversation import (
+    AnswerFormat,
+    Call,
+    Conversation,
+    Message,
+    ThinkingBudget,
+    Tool,
+)
 from deepinfer_recipe.wire.fields import Fields
+from deepinfer_recipe.wire.sampling import read_budget
 
 _REFUSED = ("mcp_servers", "container")
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
 
-def read_conversation(fields: Fields) -> tuple[Conversation, int | None]:
-    """Return the conversation of a body, and how many tokens the model may think.
+def read_conversation(fields: Fields) -> Conversation:
+    """Return the conversation of a body.
 
     Raises:
         ProtocolError: naming the field.
@@ -41,18 +49,16 @@ def read_conversation(fields: Fields) -> tuple[Conversation, int | None]:
     effort = None if config is None else config.one_of("effort", _EFFORTS, None)
     if effort == "none":
         thinking, effort = False, None
-    return (
-        Conversation(
-            messages=tuple(messages),
-            tools=tools,
-            tool_choice=choice,
-            parallel_calls=parallel,
-            thinking=thinking,
-            effort=effort,
-            answer=_format(fields, config),
-            prefill=prefill,
-        ),
-        budget,
+    return Conversation(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=parallel,
+        thinking=thinking,
+        effort=effort,
+        budget=budget,
+        answer=_format(fields, config),
+        prefill=prefill,
     )
 
 
@@ -176,12 +182,12 @@ def _choice(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], 
     return tools, "required" if kind == "any" else kind, parallel
 
 
-def _thinking(fields: Fields) -> tuple[bool | None, int | None]:
+def _thinking(fields: Fields) -> tuple[bool | None, ThinkingBudget | None]:
     given = fields.object("thinking", None)
     if given is None:
         return None, None
     kind = given.one_of("type", ("enabled", "disabled", "adaptive"))
-    return kind != "disabled", given.integer("budget_tokens", 1)
+    return kind != "disabled", read_budget(given)
 
 
 def _format(fields: Fields, config: Fields | None) -> AnswerFormat | None:

@@ -10,11 +10,12 @@ from attrs import frozen
 
 from deepinfer_core.interfaces.parser import EventKind
 from deepinfer_core.interfaces.wire import Fault, Generation, ReadContext, ServerEvent
-from deepinfer_recipe.conversation import Conversation
+from deepinfer_recipe.conversation import Conversation, ThinkingBudget
 from deepinfer_recipe.kit import Kit, Prompt
 from deepinfer_recipe.wire import openai, sampling
 from deepinfer_recipe.wire.exchange import BaseReply, Choice, Exchange, Section
 from deepinfer_recipe.wire.fields import Fields, read_object
+from deepinfer_recipe.wire.sampling import read_budget, unused_budget
 from deepinfer_recipe.wire.turn import Piece, Turn, finish_word, token_report
 
 FINISH = {
@@ -60,12 +61,10 @@ class ChatFormat:
             n=fields.integer("n", 1, 128, 1),
             logprobs=sampling.top_logprobs(fields),
             structured=self._kit.structured(prompt, conversation),
+            thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            thinking_limit=self._kit.thinking_limit(prompt, conversation, _budget(fields)),
-            cache_salt=context.cache_salt,
+            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
         )
         options = fields.object("stream_options", None)
         if options is not None and not stream:
@@ -75,14 +74,12 @@ class ChatFormat:
             usage=options is not None and options.flag("include_usage"),
             logprobs=params.logprobs is not None,
         )
-        ignored = [name for name in _IGNORED if fields.has(name)]
-        fields.used(*_IGNORED)
         return Exchange(
             model=model,
             make=partial(self._reply, conversation, prompt, generation, stop, asked),
             generations=(generation,),
             stream=stream,
-            ignored=(*ignored, *fields.unknown()),
+            ignored=(*fields.without_effect(_IGNORED), *unused_budget(conversation, params)),
         )
 
     def _reply(
@@ -118,6 +115,7 @@ def read_conversation(fields: Fields) -> Conversation:
         parallel_calls=fields.flag("parallel_tool_calls", True),
         thinking=thinking,
         effort=effort,
+        budget=_budget(fields),
         answer=answer,
         prefill=prefill,
         options={} if options is None else fields.get("chat_template_kwargs"),
@@ -139,10 +137,8 @@ def _thinking(fields: Fields) -> tuple[bool | None, str | None]:
     return thinking, None if effort == "none" else effort
 
 
-def _budget(fields: Fields) -> int | None:
-    given = fields.object("thinking", None)
-    budget = None if given is None else given.integer("budget_tokens", 1)
-    return fields.integer("thinking_budget", 1) if budget is None else budget
+def _budget(fields: Fields) -> ThinkingBudget | None:
+    return read_budget(fields.object("thinking", None)) or read_budget(fields, "thinking_budget")
 
 
 def max_tokens(fields: Fields) -> int | None:
@@ -280,12 +276,14 @@ class ChatReply(BaseReply):
         return chat_usage(self)
 
     def _frame(self, chunk: bool) -> dict[str, Any]:
-        return {
+        frame = {
             "id": self.identity,
             "object": "chat.completion.chunk" if chunk else "chat.completion",
             "created": self._created_s,
             "model": self._asked.model,
         }
+        # Who asks for counts gets the field in every chunk; it is null in all but the last.
+        return frame | {"usage": None} if chunk and self._asked.usage else frame
 
     def _call(self, choice: Choice, place: int, section: Section) -> dict[str, Any]:
         tail = self.identity.removeprefix("chatcmpl-")

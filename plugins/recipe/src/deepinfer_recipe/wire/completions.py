@@ -99,14 +99,12 @@ class CompletionsFormat:
         usage = options is not None and options.flag("include_usage")
         asked = Asked(model=model, usage=usage, logprobs=logprobs, echo=echo)
         stop = sampling.stop_strings(fields)
-        ignored = [name for name in _IGNORED if fields.has(name)]
-        fields.used(*_IGNORED)
         return Exchange(
             model=model,
             make=partial(self._reply, generations, stop, asked),
             generations=generations,
             stream=stream,
-            ignored=(*ignored, *fields.unknown()),
+            ignored=fields.without_effect(_IGNORED),
         )
 
     def _prompts(self, fields: Fields) -> list[tuple[int, ...]]:
@@ -289,9 +287,11 @@ class CompletionsReply(BaseReply):
         return ServerEvent(data={**self._frame(), "choices": [shape]})
 
     def _frame(self) -> dict[str, Any]:
-        return {
+        frame = {
             "id": self.identity,
             "object": "text_completion",
             "created": self._created_s,
             "model": self._asked.model,
         }
+        # Who asks for counts gets the field in every chunk; it is null in all but the last.
+        return frame | {"usage": None} if self._asked.usage else frame

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -154,7 +153,7 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, f"must be a number, not {_kind(value)}")
-        if not math.isfinite(value) or not low <= value <= high:
+        if not low <= value <= high:  # false for NaN, too
             raise self.error(name, f"must be from {low:g} to {high:g}, not {value!r:.40}")
         return float(value)
 
@@ -162,9 +161,16 @@ class Fields:
         """Say that fields are known."""
         self._used.update(names)
 
-    def unknown(self) -> list[str]:
-        """Return the fields that nobody asked for."""
-        return [self.path(name) for name in self._values if name not in self._used]
+    def without_effect(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return the fields that are there and change nothing.
+
+        Args:
+            names: those that are known to; fields that nobody asked for are the others.
+        """
+        known = [name for name in names if self.has(name)]
+        self.used(*names)
+        unknown = [self.path(name) for name in self._values if name not in self._used]
+        return (*known, *unknown)
 
     def _typed(self, name: str, kind: type, allowed: str, default: Any) -> Any:
         value = self.get(name)

@@ -170,6 +170,8 @@ def _allowed(fields: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...],
     for item in inner.objects("tools"):
         function = item.object("function") if item.has("function") else item
         names.add(function.text("name"))
+    if not names:
+        raise inner.error("tools", "is empty; name at least one tool, or choose 'none'")
     return _named(inner, tools, names), mode
 
 

@@ -16,6 +16,7 @@ from deepinfer_recipe.wire.exchange import Exchange
 from deepinfer_recipe.wire.fields import Fields, read_object
 from deepinfer_recipe.wire.responses_read import input_items, messages_of, read_tools
 from deepinfer_recipe.wire.responses_reply import Echo, ResponsesReply
+from deepinfer_recipe.wire.sampling import read_budget, unused_budget
 
 _IGNORED = (
     "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
@@ -57,18 +58,16 @@ class ResponsesFormat:
             max_tokens=limit,
             logprobs=(top or 0) if top or _LOGPROBS in include else None,
             structured=self._kit.structured(prompt, conversation),
+            thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids,
-            params=params,
-            thinking_limit=self._kit.thinking_limit(
-                prompt, conversation, fields.integer("thinking_budget", 1)
-            ),
-            cache_salt=context.cache_salt,
+            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
         )
         store, background = fields.flag("store", True), fields.flag("background")
         if background and not store:
             raise fields.error("background", "needs store: true")
+        if background and stream:
+            raise fields.error("background", "goes without stream: true; fetch the response later")
         echo = Echo(
             model=model,
             background=background,
@@ -77,15 +76,17 @@ class ResponsesFormat:
             history=history,
             body=fields,
         )
-        ignored = [name for name in _IGNORED if fields.has(name)]
-        fields.used(*_IGNORED)
         return Exchange(
             model=model,
             make=partial(self._reply, conversation, prompt, generation, stop, echo),
             generations=(generation,),
             stream=stream,
             background=background,
-            ignored=(*ignored, *fields.unknown()),
+            ignored=(
+                *fields.without_effect(_IGNORED),
+                *(f"include[{at}]" for at, what in enumerate(include) if what != _LOGPROBS),
+                *unused_budget(conversation, params),
+            ),
         )
 
     def _conversation(self, fields: Fields, history: tuple[Any, ...]) -> Conversation:
@@ -108,6 +109,7 @@ class ResponsesFormat:
             parallel_calls=fields.flag("parallel_tool_calls", True),
             thinking=None if effort is None else effort != "none",
             effort=None if effort == "none" else effort,
+            budget=read_budget(fields, "thinking_budget"),
             answer=_format(fields),
         )
 
@@ -138,6 +140,12 @@ def _history(fields: Fields, context: ReadContext) -> tuple[Any, ...]:
             param="previous_response_id",
             status=404,
             code="previous_response_not_found",
+        )
+    if stored.body["status"] == "in_progress":
+        raise ProtocolError(
+            f"previous response {previous!r} is still being made; wait for its end, or cancel it",
+            param="previous_response_id",
+            code="previous_response_in_progress",
         )
     return (*stored.input_items, *stored.body["output"])
 

@@ -38,7 +38,7 @@ def input_items(fields: Fields, known: Sequence[Item], identity: str) -> list[di
                 raise item.error("id", "refers to an item that is not stored here", status=404)
             shape = dict(referred)
         shape.setdefault("type", "message")
-        shape["id"] = shape.get("id") or f"item_{identity}_{len(known) + place}"
+        shape["id"] = item.text("id", None) or f"item_{identity}_{len(known) + place}"
         if shape["type"] == "message" and isinstance(shape.get("content"), str):
             kind = "output_text" if shape.get("role") == "assistant" else "input_text"
             shape["content"] = [{"type": kind, "text": shape["content"]}]

@@ -6,6 +6,7 @@ from typing import Any
 
 from deepinfer_core.errors import ProtocolError, RequestError
 from deepinfer_core.requests import MAX_LOGPROBS, SamplingParams
+from deepinfer_recipe.conversation import Conversation, ThinkingBudget
 from deepinfer_recipe.wire.fields import Fields
 
 MAX_STOPS = 16
@@ -68,6 +69,20 @@ def read_penalties(fields: Fields) -> dict[str, Any]:
         except ValueError as error:
             raise fields.error("logit_bias", "its keys must be token ids") from error
     return values
+
+
+def read_budget(fields: Fields | None, name: str = "budget_tokens") -> ThinkingBudget | None:
+    """Return how much an answer may be thought about, if a field says so."""
+    found = None if fields is None else fields.integer(name, 0)
+    if fields is None or found is None:
+        return None
+    return ThinkingBudget(max_tokens=found, field=fields.path(name))
+
+
+def unused_budget(conversation: Conversation, params: SamplingParams) -> tuple[str, ...]:
+    """Return the field of a budget that has no effect, as the model does not think."""
+    budget = conversation.budget
+    return () if budget is None or params.thinking_limit is not None else (budget.field,)
 
 
 def top_logprobs(fields: Fields) -> int | None:

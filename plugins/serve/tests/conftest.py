@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -17,9 +18,13 @@ pytest.importorskip("deepinfer_serve")
 
 import httpx
 from attrs import define, field
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from deepinfer_core.engine.async_engine import AsyncEngine
 from deepinfer_core.errors import ProtocolError
+from deepinfer_core.interfaces.parser import ParserContext
+from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_core.interfaces.wire import (
     Fault,
     Generation,
@@ -29,7 +34,8 @@ from deepinfer_core.interfaces.wire import (
 )
 from deepinfer_core.requests import Delta, RequestOutput, SamplingParams
 from deepinfer_core.structured import StructuredOutput
-from deepinfer_core.testing.scripted import ScriptedEngine
+from deepinfer_core.testing.scripted import END, ScriptedEngine
+from deepinfer_core.text.tokenizer import Tokenizer
 from deepinfer_serve.lifecycle import GracefulServer, listen, make_server, url_of
 from deepinfer_serve.options import ServeOptions
 from deepinfer_serve.site import Site
@@ -233,6 +239,40 @@ def tiny(start: StartServer, tiny_path: Path) -> Live:
     config = EngineConfig(model=str(tiny_path))
     live: Live = start(engine=Engine.from_config(config, environ={}))
     return live
+
+
+ECHO = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+
+
+@pytest.fixture
+def echo(start: StartServer) -> Live:
+    """A server with the real recipe, in front of an engine that repeats its prompt."""
+    recipe = pytest.importorskip("deepinfer_recipe")
+    tokenizer = letters()
+    parsers = {
+        component.name: functools.partial(
+            component.build, component.config_type(), ParserContext(token_of=tokenizer.id_of)
+        )
+        for component in recipe.deepinfer_parsers()
+    }
+    component = recipe.deepinfer_recipes()[0]
+    context = RecipeContext(
+        tokenizer=tokenizer, chat_template=ECHO, parsers=parsers, eos_token_ids=(END,)
+    )
+    engine = ScriptedEngine(recipe=component.build(component.config_type(), context))
+    vars(engine)["tokenizer"] = tokenizer
+    live: Live = start(engine=engine)
+    return live
+
+
+def letters() -> Tokenizer:
+    """One token for each byte, and an end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={c: at for at, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    return Tokenizer(backend, eos_ids=[END])
 
 
 class Gate:

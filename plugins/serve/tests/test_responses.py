@@ -190,6 +190,13 @@ def test_a_response_in_the_background_can_be_cancelled(gated: Any, gate: Any) ->
     assert not live.site.tasks
 
 
+def test_what_is_kept_cannot_be_streamed_again(start: Any) -> None:
+    with start().client() as client:
+        made = client.post(PATH, json={"prompts": ["hello"], "store": True}).json()
+        refused = client.get(f"{PATH}/{made['id']}", params={"stream": "true"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
 def test_only_what_is_in_the_background_can_be_cancelled(start: Any) -> None:
     with start().client() as client:
         made = client.post(PATH, json={"prompts": ["hello"], "store": True}).json()

@@ -13,49 +13,19 @@ pytest.importorskip("anthropic")
 
 import anthropic
 import openai
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
-import deepinfer_recipe
-from deepinfer_core.interfaces.recipe import RecipeContext
-from deepinfer_core.testing.scripted import END, ScriptedEngine
-from deepinfer_core.text.tokenizer import Tokenizer
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
-def letters() -> Tokenizer:
-    """One token for each byte, and an end."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={c: at for at, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
-    return Tokenizer(backend, eos_ids=[END])
-
-
 @pytest.fixture
-def live(start: Any) -> Any:
-    tokenizer = letters()
-    component = next(iter(deepinfer_recipe.deepinfer_recipes()))
-    context = RecipeContext(
-        tokenizer=tokenizer, chat_template=TEMPLATE, eos_token_ids=(END,), max_length=512
-    )
-    engine = ScriptedEngine(recipe=component.build(component.config_type(), context))
-    vars(engine)["tokenizer"] = tokenizer
-    return start(engine=engine)
-
-
-@pytest.fixture
-def client(live: Any) -> Any:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="x", max_retries=0) as made:
+def client(echo: Any) -> Any:
+    with openai.OpenAI(base_url=f"{echo.url}/v1", api_key="x", max_retries=0) as made:
         yield made
 
 
 @pytest.fixture
-def anthropic_client(live: Any) -> Any:
-    with anthropic.Anthropic(base_url=live.url, api_key="x", max_retries=0) as made:
+def anthropic_client(echo: Any) -> Any:
+    with anthropic.Anthropic(base_url=echo.url, api_key="x", max_retries=0) as made:
         yield made
 
 

@@ -74,9 +74,12 @@ def anthropic() -> Spec:
 @pytest.fixture
 def ask(tiny: Any) -> Callable[..., tuple[int, list[Any]]]:
     """Post a body; returns the status and the answer, or all of its events."""
+    return poster(tiny)
 
+
+def poster(live: Any) -> Callable[..., tuple[int, list[Any]]]:
     def post(path: str, body: Any) -> tuple[int, list[Any]]:
-        with tiny.client() as client:
+        with live.client() as client:
             answer = client.post(path, json={"model": "toy", **body})
         if answer.status_code == 404 and b"POST" in answer.content:
             pytest.skip(f"the recipe has no format at {path}")
@@ -114,18 +117,28 @@ def test_chat_completions(openai: Spec, ask: Any, body: Any) -> None:
     check(openai, "CreateChatCompletionResponse", values)
     status, events = ask("/v1/chat/completions", {**body, "stream": True})
     assert status == 200
-    # Their schema allows no ``usage: null``, though their server sends it.
-    shown = [{k: v for k, v in e.items() if (k, v) != ("usage", None)} for e in events]
-    check(openai, "CreateChatCompletionStreamResponse", shown)
+    check(openai, "CreateChatCompletionStreamResponse", events)
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 2}])
 def test_completions(openai: Spec, ask: Any, more: Any) -> None:
     body = {"prompt": "Hello", "max_tokens": 6, **more}
-    for stream in (False, True):
-        status, values = ask("/v1/completions", {**body, "stream": stream})
-        assert status == 200, values
-        check(openai, "CreateCompletionResponse", values)
+    status, values = ask("/v1/completions", body)
+    assert status == 200, values
+    check(openai, "CreateCompletionResponse", values)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    status, events = ask("/v1/completions", {**body, **options})
+    assert status == 200, events
+    check(openai, "CreateCompletionResponse", list(map(_without_nulls, events)))
+
+
+def _without_nulls(chunk: Any) -> Any:
+    """Their schema of a chunk allows no null here, though their example of a stream has it."""
+    choices = [
+        {**choice, "finish_reason": choice["finish_reason"] or "stop"}
+        for choice in chunk["choices"]
+    ]
+    return {k: v for k, v in {**chunk, "choices": choices}.items() if (k, v) != ("usage", None)}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +173,52 @@ def test_messages(anthropic: Spec, ask: Any, more: Any) -> None:
     status, events = ask("/v1/messages", {**body, "stream": True})
     assert status == 200
     check(anthropic, "MessageStreamEvent", [e for e in events if e["type"] != "ping"])
+
+
+THOUGHT = "<think>Hm.</think>Yes."
+
+
+def test_thoughts(openai: Spec, anthropic: Spec, echo: Any) -> None:
+    """An engine that repeats what it is told says this thought, and the answer after it."""
+    messages = [{"role": "user", "content": THOUGHT}]
+    post = poster(echo)
+    for stream, name in ((False, "Response"), (True, "StreamResponse")):
+        body = {"messages": messages, "stream": stream}
+        _, values = post("/v1/chat/completions", body)
+        check(openai, f"CreateChatCompletion{name}", values)
+        assert "Hm." in json.dumps(values)
+    for stream, name in ((False, "Response"), (True, "ResponseStreamEvent")):
+        _, values = post("/v1/responses", {"input": THOUGHT, "stream": stream})
+        check(openai, name, values)
+        assert '"reasoning_text"' in json.dumps(values)
+    for stream, name in ((False, "Message"), (True, "MessageStreamEvent")):
+        body = {"messages": messages, "stream": stream, "max_tokens": 99}
+        _, values = post("/v1/messages", body)
+        check(anthropic, name, [value for value in values if value["type"] != "ping"])
+        assert '"thinking"' in json.dumps(values)
+
+
+def test_what_was_kept(openai: Spec, anthropic: Spec, echo: Any) -> None:
+    _, (kept,) = poster(echo)("/v1/responses", {"input": THOUGHT})
+    _, (left,) = poster(echo)("/v1/responses", {"input": "Hi", "background": True})
+    path = f"/v1/responses/{kept['id']}"
+    with echo.client() as client:
+        check(openai, "Response", [client.get(path).json()])
+        check(openai, "ResponseItemList", [client.get(f"{path}/input_items").json()])
+        check(openai, "Response", [left])
+        check(openai, "Response", [client.post(f"/v1/responses/{left['id']}/cancel").json()])
+        deleted = client.delete(path)
+        assert deleted.json() == {"id": kept["id"], "object": "response", "deleted": True}
+        check(openai, "ErrorResponse", [client.get(path).json()])
+        models = client.get("/v1/models").json()
+    check(openai, "ListModelsResponse", [models])
+    check(anthropic, "ListResponse_ModelInfo_", [models])
+
+
+def test_counts(anthropic: Spec, ask: Any) -> None:
+    status, values = ask("/v1/messages/count_tokens", {"messages": MESSAGES})
+    assert status == 200
+    check(anthropic, "CountMessageTokensResponse", values)
 
 
 def test_errors(openai: Spec, anthropic: Spec, ask: Any) -> None:

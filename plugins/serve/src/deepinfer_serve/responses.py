@@ -41,6 +41,11 @@ class Responses:
 
     async def retrieve(self, request: Request) -> Response:
         """Return a response as it is now."""
+        if request.query_params.get("stream") == "true":
+            raise ProtocolError(
+                "a response that is kept cannot be streamed; fetch it whole, again if need be",
+                param="stream",
+            )
         return JSONResponse(dict(self._found(request).body))
 
     async def list(self, request: Request) -> Response:

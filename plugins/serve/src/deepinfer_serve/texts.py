@@ -104,6 +104,9 @@ class Texts:
             "max_model_len": self._site.max_model_len,
             "type": "model",
             "display_name": name,
+            "capabilities": None,
+            "max_input_tokens": self._site.max_model_len,
+            "max_tokens": self._site.max_model_len,
             "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
         }
 

@@ -135,6 +135,8 @@ def test_what_must_be_called_is_a_grammar(world: Any) -> None:
     assert structured.source["tool_choice"] == choice
     assert [tool["function"]["name"] for tool in structured.source["tools"]] == ["get"]
     assert structured.start_after == (world.tokenizer.id_of("</think>"),)
+    marks = {mark: world.tokenizer.id_of(mark) for mark in ("<tool_call>", "</tool_call>")}
+    assert structured.source["marks"] == marks
     assert structured.opener == world.tokenizer.id_of("<think>")
     on = body(tools=[WEATHER], tool_choice="required", reasoning_effort="low")
     assert world.read("openai.chat", on).generations[0].params.structured.opener is None

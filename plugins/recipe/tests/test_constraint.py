@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("xgrammar")
@@ -13,8 +15,9 @@ pytest.importorskip("xgrammar")
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.constraint import ConstraintContext
 from deepinfer_core.testing.contracts.constraint import EOS, VOCAB_SIZE, token_text
-from deepinfer_recipe.constraint.compiler import XgrammarConstraint
+from deepinfer_recipe.constraint.compiler import Vocabulary, XgrammarConstraint
 from deepinfer_recipe.constraint.config import XgrammarConfig
+from deepinfer_recipe.constraint.sources import Marks
 from deepinfer_recipe.constraint.tool_tags import FORMATS
 
 CONTEXT = ConstraintContext(vocab_size=VOCAB_SIZE, token_text=token_text, eos_token_ids=(EOS,))
@@ -116,7 +119,7 @@ SPACED = {
 
 @pytest.mark.parametrize("name", SPACED)
 def test_no_place_takes_whitespace_without_end(shared: XgrammarConstraint, name: str) -> None:
-    """Behind every character outside strings, at most `max_whitespace` more fit, of any kind."""
+    """Two places that may be empty can meet, so twice `max_whitespace` is the bound."""
     schema, text = SPACED[name]
     matcher = shared.compile("json_schema", schema)
     in_string = False
@@ -125,7 +128,8 @@ def test_no_place_takes_whitespace_without_end(shared: XgrammarConstraint, name:
         in_string ^= letter == ord('"')
         for blank in b"" if in_string else b" \n\t":
             probe = matcher.fork()
-            assert sum(probe.accept(blank) for _ in range(60)) <= XgrammarConfig().max_whitespace
+            run = sum(probe.accept(blank) for _ in range(200))
+            assert run <= 2 * XgrammarConfig().max_whitespace
 
 
 def test_choices_are_taken_literally(shared: XgrammarConstraint) -> None:
@@ -206,12 +210,32 @@ def test_a_call_or_an_answer_of_a_form(shared: XgrammarConstraint, markup: str) 
 
 @pytest.mark.parametrize("markup", ["hermes", "llama", "mistral"])
 def test_names_of_tools_are_written_as_json(shared: XgrammarConstraint, markup: str) -> None:
-    odd = {"type": "function", "function": {"name": 'say "é\\"'}}
+    odd: dict[str, Any] = {"type": "function", "function": {"name": 'say "é\\"'}}
     source = {"format": markup, "tools": [odd], "tool_choice": "required"}
     field = "parameters" if markup == "llama" else "arguments"
     call = json.dumps({"name": odd["function"]["name"], field: {}}, ensure_ascii=False)
     around = {"hermes": "<tool_call>\n%s\n</tool_call>", "mistral": "[TOOL_CALLS][%s]"}
     assert accepts(shared, "tool_calls", source, around.get(markup, "%s") % call)
+
+
+def test_control_tokens_stand_for_their_marks() -> None:
+    """A vocabulary may have the marks of calls as control tokens, which have no text."""
+    control, other = EOS + 1, EOS + 2
+    context = ConstraintContext(
+        vocab_size=other + 1, token_text=lambda token: bytes([token][: token < 256]),
+        eos_token_ids=(EOS,),
+    )  # fmt: skip
+    compiler = XgrammarConstraint(XgrammarConfig(), context)
+    source = {"format": "mistral", "tools": [WEATHER], "tool_choice": "required"}
+    plain = compiler.compile("tool_calls", source)
+    assert not plain.accept(control)
+    matcher = compiler.compile("tool_calls", {**source, "marks": {"[TOOL_CALLS]": control}})
+    mask = np.zeros(-(-context.vocab_size // 32), np.int32)
+    matcher.fill_mask(mask)
+    assert [(mask[token // 32] >> token % 32) & 1 for token in (control, other)] == [1, 0]
+    assert matcher.accept(control)
+    assert all(matcher.accept(letter) for letter in CALLS["mistral"][12:].encode())
+    assert matcher.accept(EOS)
 
 
 def test_arguments_that_follow_no_schema_are_an_object(shared: XgrammarConstraint) -> None:
@@ -241,6 +265,7 @@ def test_arguments_that_follow_no_schema_are_an_object(shared: XgrammarConstrain
         },
         {"format": "hermes", "tools": [WEATHER], "choices": "auto"},
         {"format": "hermes", "tools": [WEATHER], "answer": "no"},
+        {"format": "hermes", "tools": [WEATHER], "marks": {"<tool_call>": "x"}},
         {"format": "hermes", "tools": [WEATHER], "answer": {"kind": "poem", "source": ""}},
         {"format": "hermes", "tools": [{"type": "function", "function": {"name": 5}}]},
     ],
@@ -271,18 +296,33 @@ def test_large_results_are_refused() -> None:
         constraint(max_compiled_bytes=10).compile("regex", "[a-z]+")
 
 
+class Hanging(XgrammarConstraint):
+    """Compiles nothing before it is let go."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__(XgrammarConfig(compile_timeout_s=0.001, **limits), CONTEXT)
+        self.gate = threading.Event()
+
+    def _make_vocabulary(self, marks: Marks) -> Vocabulary:
+        made = super()._make_vocabulary(marks)
+        wait = SimpleNamespace(compile_regex=lambda source: self.gate.wait(30))
+        return Vocabulary(compiler=wait, silent=made.silent)
+
+
 def test_slow_sources_are_refused_in_time() -> None:
-    slow = constraint(compile_timeout_s=0.001)
+    slow = Hanging()
     with pytest.raises(RequestError, match="takes longer than"):
-        slow.compile("regex", "[a-z]{1,100000}")
+        slow.compile("regex", "a")
+    slow.gate.set()
 
 
 def test_no_more_than_so_many_are_compiled_at_once() -> None:
-    busy = constraint(compile_timeout_s=0.001, max_compiling=1)
-    with pytest.raises(RequestError):
-        busy.compile("regex", "[a-z]{1,100000}")
+    busy = Hanging(max_compiling=1)
+    with pytest.raises(RequestError, match="takes longer than"):
+        busy.compile("regex", "a")
     with pytest.raises(RequestError, match="being compiled already"):
-        busy.compile("regex", "[a-z]{1,99999}")
+        busy.compile("regex", "b")
+    busy.gate.set()
 
 
 def test_messages_tell_the_cause_and_nothing_of_the_compiler() -> None:

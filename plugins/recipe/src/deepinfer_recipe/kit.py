@@ -12,7 +12,7 @@ from deepinfer_core.interfaces.parser import Parser
 from deepinfer_core.structured import StructuredOutput
 from deepinfer_core.thinking import ThinkingLimit
 from deepinfer_recipe.conversation import Conversation
-from deepinfer_recipe.wire.turn import Codec, Turn
+from deepinfer_recipe.wire.turn import Codec, Turn, spelled
 
 CONTEXT_TOKENS = 8
 """Prompt tokens a detokenizer looks back at."""
@@ -69,6 +69,11 @@ class Kit:
         marks = self.parser.thinking_marks
         token: int | None = None if marks is None else self.tokenizer.id_of(marks[place])
         return token if token in self.parser.token_ids else None
+
+    def _call_marks(self) -> frozenset[int]:
+        """The tokens that the parser follows as marks of calls."""
+        thinking = (self._mark(0), self._mark(1))
+        return frozenset(token for token in self.parser.token_ids if token not in thinking)
 
     def turn(self, prompt: Prompt, conversation: Conversation | None, stop: Sequence[str]) -> Turn:
         """Begin an output."""
@@ -145,12 +150,14 @@ class Kit:
             shape = tool.as_chat()
             shape["function"]["strict"] = tool.strict or must
             tools.append(shape)
-        source = {
+        source: dict[str, Any] = {
             "format": self.parser.tool_format,
             "tools": tools,
             "tool_choice": choice,
             "parallel_tool_calls": conversation.parallel_calls,
         }
+        if marks := self._call_marks():
+            source["marks"] = {spelled(self.codec, token): token for token in sorted(marks)}
         answer = conversation.answer
         if answer is not None and not must:
             source["answer"] = {"kind": answer.kind, "source": answer.source}
@@ -163,7 +170,7 @@ class Kit:
             return None
         calls: frozenset[int] = frozenset()
         if self.parser.calls_end_thoughts and conversation.offers_tools:
-            calls = self.parser.token_ids - {begin, end}
+            calls = self._call_marks()
         return ThinkingLimit(
             max_tokens=budget.max_tokens,
             end_token_ids=(end,),

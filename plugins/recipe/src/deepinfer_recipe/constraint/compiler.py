@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from attrs import frozen
 
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.constraint import ConstraintContext
 from deepinfer_recipe.constraint.config import XgrammarConfig
 from deepinfer_recipe.constraint.matcher import XgrammarMatcher
-from deepinfer_recipe.constraint.sources import KINDS, Source, read_source
+from deepinfer_recipe.constraint.sources import KINDS, Marks, Source, read_source
+
+MAX_VOCABULARIES = 2
+"""Vocabularies that xgrammar is told of: the plain one, and one whose marks of calls have texts."""
 
 _PLACE = re.compile(r"^\[[0-9:]+\] [^ ]+:[0-9]+: ")
 
@@ -23,6 +28,19 @@ _PLACE = re.compile(r"^\[[0-9:]+\] [^ ]+:[0-9]+: ")
 def build(config: XgrammarConfig, context: ConstraintContext) -> XgrammarConstraint:
     """Make the constraint."""
     return XgrammarConstraint(config, context)
+
+
+@frozen(kw_only=True, eq=False)
+class Vocabulary:
+    """Tokens as xgrammar sees them.
+
+    Attributes:
+        compiler: an ``xgrammar.GrammarCompiler``.
+        silent: [vocab_size], bool: tokens without a text.
+    """
+
+    compiler: Any
+    silent: npt.NDArray[np.bool_]
 
 
 class XgrammarConstraint:
@@ -40,11 +58,10 @@ class XgrammarConstraint:
         self._config, self._context = config, context
         self._lock = threading.Lock()
         self._setting_up = threading.Lock()
-        self._compiler: Any = None
+        self._vocabularies: OrderedDict[Marks, Vocabulary] = OrderedDict()
         self._compiling = 0
         self._kept: OrderedDict[str, Any] = OrderedDict()
         self._kept_bytes = 0
-        self._silent = np.zeros(context.vocab_size, np.bool_)
         self._ends = np.zeros(-(-context.vocab_size // 32), np.int32)
 
     def kinds(self) -> Sequence[str]:
@@ -60,21 +77,21 @@ class XgrammarConstraint:
         import xgrammar
 
         wanted = read_source(kind, source, self._config)
+        vocabulary = self._vocabulary(wanted.marks)
         compiled = self._cached(wanted.key)
         if compiled is None:
-            compiled = self._compile_in_time(kind, wanted)
+            compiled = self._compile_in_time(kind, wanted, vocabulary.compiler)
             self._keep(wanted.key, compiled)
-        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), self._silent, self._ends)
+        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary.silent, self._ends)
 
     # ------------------------------------------------------------------------ inside
 
-    def _compile_in_time(self, kind: str, source: Source) -> Any:
+    def _compile_in_time(self, kind: str, source: Source, compiler: Any) -> Any:
         """Compile in a thread that is given up when it takes too long.
 
         A thread cannot be killed; those that were given up count until they end, so that hostile
         grammars can occupy no more than ``max_compiling`` threads.
         """
-        compiler = self._set_up()
         with self._lock:
             if self._compiling >= self._config.max_compiling:
                 raise RequestError(
@@ -111,21 +128,26 @@ class XgrammarConstraint:
             )
         return compiled
 
-    def _set_up(self) -> Any:
+    def _vocabulary(self, marks: Marks) -> Vocabulary:
         with self._setting_up:
-            if self._compiler is None:
-                self._compiler = self._make_compiler(self._context.token_text)
-            return self._compiler
+            found = self._vocabularies.pop(marks, None) or self._make_vocabulary(marks)
+            self._vocabularies[marks] = found
+            while len(self._vocabularies) > MAX_VOCABULARIES:
+                self._vocabularies.popitem(last=False)
+            return found
 
-    def _make_compiler(self, token_text: Callable[[int], bytes]) -> Any:
+    def _make_vocabulary(self, marks: Marks) -> Vocabulary:
         import xgrammar
 
         context = self._context
-        texts = [token_text(token_id) for token_id in range(context.vocab_size)]
-        self._silent[:] = [not text for text in texts]
+        texts = [context.token_text(token_id) for token_id in range(context.vocab_size)]
+        for token_id, spelling in marks:
+            if token_id < len(texts):
+                texts[token_id] = spelling.encode()
+        silent = np.array([not text for text in texts], np.bool_)
         words = self._ends.view(np.uint32)
         for token_id in context.eos_token_ids:
-            self._silent[token_id] = False
+            silent[token_id] = False
             words[token_id // 32] |= np.uint32(1 << (token_id % 32))
         info = xgrammar.TokenizerInfo(
             texts,
@@ -133,7 +155,8 @@ class XgrammarConstraint:
             vocab_size=context.vocab_size,
             stop_token_ids=list(context.eos_token_ids),
         )
-        return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        return Vocabulary(compiler=compiler, silent=silent)
 
     def _cached(self, key: str) -> Any:
         with self._lock:

@@ -19,6 +19,10 @@ from deepinfer_recipe.constraint.tool_tags import tool_tag
 ANY_OBJECT = {"type": "object"}
 
 
+Marks = tuple[tuple[int, str], ...]
+"""Token ids and their spellings."""
+
+
 @frozen(kw_only=True)
 class Source:
     """Something to compile.
@@ -28,12 +32,14 @@ class Source:
         argument: its first argument.
         options: its keyword arguments.
         key: equal for equal sources.
+        marks: control tokens that stand for their spelling in this source.
     """
 
     method: str
     argument: Any
     options: Mapping[str, Any]
     key: str
+    marks: Marks = ()
 
 
 def read_source(kind: str, source: Any, config: XgrammarConfig) -> Source:
@@ -60,7 +66,18 @@ def read_source(kind: str, source: Any, config: XgrammarConfig) -> Source:
         argument=argument,
         options=options,
         key=f"{kind}:{type(source) is str}:{text}",
+        marks=_marks(source) if kind == "tool_calls" else (),
     )
+
+
+def _marks(source: Any) -> Marks:
+    marks = source.get("marks", {})
+    good = isinstance(marks, Mapping) and all(
+        isinstance(token, int) and token >= 0 for token in marks.values()
+    )
+    if not good:
+        raise RequestError("tool_calls: marks must be an object of spellings and token ids")
+    return tuple(sorted((token, spelling) for spelling, token in marks.items()))
 
 
 def _json(kind: str, source: Any, config: XgrammarConfig) -> str:

@@ -21,7 +21,7 @@ FORMATS = ("hermes", "qwen", *XGRAMMAR_FORMATS, "mistral")
 _JSON_FORMATS = ("hermes", "qwen", "llama", "mistral")
 """Those that write a tool's name as JSON."""
 
-_KNOWN = ("answer", "format", "parallel_tool_calls", "tool_choice", "tools")
+_KNOWN = ("answer", "format", "marks", "parallel_tool_calls", "tool_choice", "tools")
 
 
 def tool_tag(source: Any, *, max_whitespace: int) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def tool_tag(source: Any, *, max_whitespace: int) -> dict[str, Any]:
             (``"auto"``, ``"required"``, ``{"type": "function", "function": {"name": ...}}``).
             Arguments of every tool follow its schema; those of a tool that says ``strict: false``
             are any object. Where there is an ``answer``, ``"auto"`` means ``"required"`` here:
-            what else may be said is the caller's.
+            what else may be said is the caller's. ``marks`` are not looked at here.
         max_whitespace: longest run of whitespace in arguments.
 
     Raises:

@@ -57,9 +57,8 @@ def _told(message: Message) -> Message:
 
 
 def _call(call: Call) -> str:
-    return _marked(
-        "tool_call", f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}'
-    )
+    name = json.dumps(call.name, ensure_ascii=False)
+    return _marked("tool_call", f'{{"name": {name}, "arguments": {call.arguments}}}')
 
 
 def _marked(mark: str, text: str) -> str:

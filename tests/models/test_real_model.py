@@ -85,7 +85,8 @@ def engine(model_path: Path) -> Iterator[Engine]:
         max_model_len=1024,
         engine=EngineOptions(max_batch_tokens=256, max_sequences=16),
     )
-    with Engine.from_config(config, environ={}) as made:
+    # Core alone: float32 throughout. What a plugin's formats cost is `bench quality`'s to say.
+    with Engine.from_config(config, discover=False, environ={}) as made:
         yield made
 
 

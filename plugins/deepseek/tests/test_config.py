@@ -1,0 +1,74 @@
+"""A configuration is read as a whole: every contradiction is named."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from deepinfer_core.errors import CheckpointError
+from deepinfer_deepseek.config import read_config
+
+
+def test_the_public_configuration(real: dict[str, Any]) -> None:
+    config = read_config(real)
+    assert config.first_decoder_layer == 20
+    assert len(config.ratios) == 40
+    assert [config.kv_source(layer) for layer in (2, 7, 8, 19, 20, 39)] == [2, 2, 8, 14, 20, 20]
+    assert [config.index_source(layer) for layer in (19, 23, 24, 39)] == [14, 20, 24, 36]
+    assert config.index.key_sources == config.kv_sources
+    assert config.engram is not None
+    assert config.engram.num_rows == 24
+    assert config.draft is not None
+    assert config.draft.experts.num_experts == 128
+    assert config.quantization is not None
+    assert config.quantization.block == (32, 32)
+    assert config.image_token_id == 129264
+    assert config.rope.kind == "default"
+    assert (config.compressed_rope.kind, config.compressed_rope.theta) == ("yarn", 160000)
+
+
+def test_a_flat_configuration_is_the_same(real: dict[str, Any]) -> None:
+    text = real.pop("text_config")
+    assert read_config({**text, **real}) == read_config({**real, "text_config": text})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hc_shifted": False}, "hc_shifted: only True"),
+        ({"scoring_func": "sigmoid"}, "scoring_func: only 'sqrtsoftplus'"),
+        ({"compress_ratios": [0] * 42}, r"compress_ratios has 42 entries for 40\+3 layers"),
+        ({"compress_ratios": [0, 0] + [4] * 38 + [0] * 3}, r"\[4\] not supported"),
+        ({"compress_ratios": [0, 0] + [2] * 38 + [0] * 3}, "no layer of ratio 1"),
+        ({"compress_ratios": [0, 0] + [2] * 18 + [1] * 23}, "draft layers must have ratio 0"),
+        ({"kv_source_layer_ids": [2, 8, 14]}, "kv_source_layer_ids must begin a segment"),
+        ({"kv_source_layer_ids": [2, 14, 8, 20]}, "expected ascending compressed layers"),
+        ({"index_source_layer_ids": [2, 14, 20]}, r"index_source_layer_ids lacks \[8\]"),
+        ({"candidate_source_layer_id": 21}, "candidate_source_layer_id 21 is not in"),
+        ({"candidate_source_layer_id": 8}, "candidate_source_layer_id 8 is not a layer of"),
+        ({"engram_num_embeddings": [1]}, "1 entries for 2 layers"),
+        ({"engram_layer_ids": [1, 20]}, r"\[20\] are no layers of the encoder"),
+        ({"dspark_target_layer_ids": [19, 38, 39]}, "expected layers of the decoder"),
+        ({"qk_rope_head_dim": 256}, "index_head_dim 128 is less than qk_rope_head_dim 256"),
+        ({"num_experts_per_tok": 385}, "num_experts_per_tok 385 exceeds"),
+        ({"o_groups": 7}, "not a multiple of o_groups 7"),
+        ({"sliding_window": None}, "sliding_window: expected a positive whole number"),
+        ({"head_dim": "512"}, "head_dim: expected a positive whole number"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    real: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    real["text_config"].update(changes)
+    with pytest.raises(CheckpointError) as caught:
+        read_config(real)
+    assert any(re.search(message, problem) for problem in caught.value.problems)
+
+
+def test_an_unknown_quantisation_is_refused(real: dict[str, Any]) -> None:
+    real["quantization_config"] = {"quant_method": "awq", "weight_block_size": [32, 32]}
+    with pytest.raises(CheckpointError) as caught:
+        read_config(real)
+    assert any("quant_method: only 'fp8'" in problem for problem in caught.value.problems)

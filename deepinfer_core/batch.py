@@ -75,10 +75,13 @@ class Batch:
         logit_sequences: [num_logits], int32; batch index of the sequence each wanted row belongs
             to.
         keep_from: [num_sequences], int32; a model that truncates its decoder may drop rows at lower
-            positions between two layers (0: keep all).
+            positions between two layers (0: keep all). It follows from the prompt's full length and
+            never changes for a sequence.
         groups: one ``GroupBatch`` per cache group of the model.
         copies: page copies to make first.
         taps: names of layer outputs to hand out for every computed row (see ``Feature.TAPS``).
+        previous_ids: [num_sequences, lookback], int32; ids of the tokens before each sequence's
+            first row here, -1 before its beginning; for models that ask for a ``lookback``.
     """
 
     step: int
@@ -95,6 +98,7 @@ class Batch:
     groups: tuple[GroupBatch, ...]
     copies: tuple[PageCopy, ...] = ()
     taps: tuple[str, ...] = field(default=(), converter=_names)
+    previous_ids: Int32 = field(factory=lambda: np.zeros((0, 0), np.int32))
 
     @property
     def num_tokens(self) -> int:

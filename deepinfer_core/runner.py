@@ -109,8 +109,11 @@ class LocalExecutor:
     ) -> None:
         self._accelerator, self._model = accelerator, model
         self._attention, self._storages = attention, tuple(storages)
+        # Where several groups list a layer, ``attend`` means the first one.
         self._group_of = {
-            layer: index for index, group in enumerate(model.spec.groups) for layer in group.layers
+            layer: index
+            for index, group in reversed(list(enumerate(model.spec.groups)))
+            for layer in group.layers
         }
         self._sampled = torch.zeros(0, dtype=torch.int64, device=accelerator.device)
         self._due: deque[PageCopy] = deque()

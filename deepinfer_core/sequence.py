@@ -72,6 +72,7 @@ class Sequence:
         arrival_s: float,
         limit: int,
         seed: int,
+        decoder_keep: int = 0,
     ) -> None:
         self.sequence_id = sequence_id
         self.request = request
@@ -80,6 +81,8 @@ class Sequence:
         self.limit = limit
         """Most tokens, prompt included."""
         self.seed = seed
+        self.decoder_keep = decoder_keep
+        """Last rows of the prompt that a truncating decoder computes, 0 = no truncation."""
         self.phase = Phase.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed = 0
@@ -183,6 +186,16 @@ class Sequence:
     def exact(self) -> bool:
         """Whether its state is what computing everything would give, bit for bit."""
         return not self.cuts
+
+    @property
+    def keep_from(self) -> int:
+        """First position that a decoder computes which truncates prompts, 0 = all."""
+        return max(0, self.num_prompt_tokens - self.decoder_keep) if self.decoder_keep else 0
+
+    @property
+    def exact_limit(self) -> int | None:
+        """Longest hit that leaves all rows to be computed which the decoder keeps."""
+        return self.keep_from if self.decoder_keep else None
 
     @property
     def hit_limit(self) -> int | None:

@@ -92,7 +92,7 @@ class Scorer:
             grants=[grant],
             rows=rows,
             cache=parts.cache,
-            groups=parts.spec.groups,
+            spec=parts.spec,
             sampled_rows={},
             copies=parts.cache.take_copies(),
         )

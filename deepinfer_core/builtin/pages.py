@@ -56,6 +56,7 @@ class PagesCache:
         *,
         salt: str = "",
         limit: int | None = None,
+        exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
     ) -> Hit:
         """Begin a sequence; nothing is ever found.

@@ -20,12 +20,14 @@ class Limits:
         max_length: longest sequence, in tokens: the model's context or the configured limit.
         capacity: longest sequence whose state fits into the empty cache, in tokens.
         max_waiting: requests that may wait.
+        decoder_keep: last rows of a prompt that have logits, 0 = all.
     """
 
     vocab_size: int
     max_length: int
     capacity: int
     max_waiting: int
+    decoder_keep: int = 0
 
 
 def capacity(groups: Items[CacheGroupSpec], num_pages: Items[int], max_batch_tokens: int) -> int:
@@ -59,6 +61,12 @@ def admit(request: Request, limits: Limits, num_waiting: int) -> int:
         raise RequestError(
             f"{name}: its prompt of {prompt} tokens does not fit into the context of "
             f"{limits.max_length} tokens; shorten it"
+        )
+    if params.prompt_logprobs is not None and 0 < limits.decoder_keep < prompt:
+        raise RequestError(
+            f"{name}: prompt_logprobs cannot be had, since this model's decoder computes only the "
+            f"last {limits.decoder_keep} rows of a prompt; set model_component.decoder to 'off' "
+            "for them"
         )
     wanted = limits.max_length
     if params.max_tokens is not None:

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from deepinfer_core.capabilities import Feature
-from deepinfer_core.checkpoint.coverage import check_coverage
+from deepinfer_core.checkpoint.coverage import KNOWN_BUFFERS, check_coverage
 from deepinfer_core.components import Slot
 from deepinfer_core.compose import compose, device_type
 from deepinfer_core.config import AUTO, NONE, EngineConfig, apply_environ
@@ -165,7 +165,10 @@ class _Builder:
         self._undo.append(accelerator.close)
         dtype = _dtype(self._config, accelerator)
         spec = self._spec(dtype)
-        check_coverage(self._found.checkpoint, spec.weights)
+        self._check_truncation(spec)
+        check_coverage(
+            self._found.checkpoint, spec.weights, (*KNOWN_BUFFERS, *spec.ignored_weights)
+        )
         ops, attention, dependent = self._numerics(spec, accelerator, dtype)
         invariant = not dependent
         # Most of this is Python and most of what follows is not, so both go on at once.
@@ -185,6 +188,7 @@ class _Builder:
                 ops=op_table,
                 dtype=dtype,
                 device=accelerator.device,
+                tokenizer=self._found.checkpoint.tokenizer,
             )
         )
         num_pages = page_counts(spec, self._options, accelerator.memory().free_bytes)
@@ -267,6 +271,19 @@ class _Builder:
             raise CompositionError(
                 f"drafter {drafter.name!r} needs a budget that says how many drafts are verified; "
                 "set budget.use to 'fixed', or drafter.use to 'none'"
+            )
+
+    def _check_truncation(self, spec: ModelSpec) -> None:
+        """Refuse a truncated decoder that would lack part of a window once drafts are rejected."""
+        if not spec.decoder_keep:
+            return
+        window = max(group.window for group in spec.groups if group.truncated)
+        least = window + self._options.max_drafts + 1
+        if spec.decoder_keep < least:
+            raise CompositionError(
+                f"the decoder keeps {spec.decoder_keep} rows of a prompt, but a window of {window} "
+                f"and engine.max_drafts = {self._options.max_drafts} need at least {least}; raise "
+                "model_component.decoder_keep, or lower engine.max_drafts"
             )
 
     def _drafter(

@@ -11,6 +11,7 @@ from attrs import frozen
 from deepinfer_core.batch import NO_SLOT, Batch, GroupBatch, Int32, PageCopy
 from deepinfer_core.engine.round import Grant
 from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.interfaces.model import ModelSpec
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 
 
@@ -55,7 +56,7 @@ def build_batch(
     grants: Items[Grant],
     rows: Items[LogitRow],
     cache: Cache,
-    groups: Items[CacheGroupSpec],
+    spec: ModelSpec,
     sampled_rows: Mapping[int, int],
     copies: tuple[PageCopy, ...],
     taps: Items[str] = (),
@@ -67,7 +68,7 @@ def build_batch(
         grants: who takes part, in batch order.
         rows: as ``logit_rows`` returned them.
         cache: for block tables.
-        groups: the model's cache groups.
+        spec: the model's cache groups, and what else it wants to know.
         sampled_rows: sequence id -> row of the previous step's samples, for tokens the host does
             not know yet.
         copies: page copies to make first.
@@ -93,7 +94,7 @@ def build_batch(
         int(starts[owner]) + row.position - row.grant.start
         for row, owner in zip(rows, owners, strict=True)
     ]
-    none = np.zeros(len(grants), np.int32)
+    keep_from = np.array([grant.sequence.keep_from for grant in grants], np.int32)
     return Batch(
         step=step,
         sequence_ids=tuple(index_of),
@@ -105,21 +106,33 @@ def build_batch(
         num_drafts=np.array([grant.num_drafts for grant in grants], np.int32),
         logit_rows=np.array(wanted, np.int32),
         logit_sequences=owners,
-        keep_from=none,
+        keep_from=keep_from,
         groups=tuple(
             _group(
                 index=index,
-                spec=spec,
+                spec=group,
                 grants=grants,
                 starts=starts,
                 positions=positions,
+                keep_from=keep_from,
                 cache=cache,
             )
-            for index, spec in enumerate(groups)
+            for index, group in enumerate(spec.groups)
         ),
         copies=copies,
         taps=tuple(taps),
+        previous_ids=_previous_ids(grants, spec.lookback),
     )
+
+
+def _previous_ids(grants: Items[Grant], lookback: int) -> Int32:
+    """[num_grants, lookback]; see ``Batch.previous_ids``."""
+    found = np.full((len(grants), lookback), -1, np.int32)
+    for row, grant in zip(found, grants, strict=True):
+        known = grant.sequence.known(max(0, grant.start - lookback), grant.start)
+        if len(known):
+            row[-len(known) :] = known
+    return found
 
 
 def _group(
@@ -129,6 +142,7 @@ def _group(
     grants: Items[Grant],
     starts: Int32,
     positions: Int32,
+    keep_from: Int32,
     cache: Cache,
 ) -> GroupBatch:
     tables = [cache.block_table(grant.sequence.sequence_id, index) for grant in grants]
@@ -142,9 +156,9 @@ def _group(
         floors = np.array([grant.sequence.write_floor for grant in grants])
         if floors.any():
             slots[positions < floors[owners]] = NO_SLOT
-    visible = [
-        grant.sequence.visible_from[index] if grant.sequence.visible_from else 0 for grant in grants
-    ]
-    return GroupBatch(
-        block_tables=padded, write_slots=slots, visible_from=np.array(visible, np.int32)
-    )
+    bounds = [grant.sequence.visible_from for grant in grants]
+    visible = np.array([bound[index] if bound else 0 for bound in bounds], np.int32)
+    if spec.truncated:
+        slots[positions < keep_from[owners]] = NO_SLOT
+        visible = np.maximum(visible, keep_from)
+    return GroupBatch(block_tables=padded, write_slots=slots, visible_from=visible)

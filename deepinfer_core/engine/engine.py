@@ -90,6 +90,7 @@ class Engine:
             max_length=parts.max_length,
             capacity=parts.capacity,
             max_waiting=options.max_waiting,
+            decoder_keep=parts.spec.decoder_keep,
         )
         self._watch = Watch(parts.observers, clock)
         self._speculator = speculator(parts, clock, self._watch.event)
@@ -100,7 +101,7 @@ class Engine:
             accelerator=parts.accelerator,
             executor=parts.executor,
             cache=parts.cache,
-            groups=parts.spec.groups,
+            spec=parts.spec,
             row_params=self._row_params,
             retries=options.step_retries,
             speculator=self._speculator,
@@ -327,6 +328,7 @@ class Engine:
             arrival_s=state.arrival_s,
             limit=limit,
             seed=seed,
+            decoder_keep=self._parts.spec.decoder_keep,
         )
         self._next_id += 1
         stream = OutputStream(

@@ -166,6 +166,7 @@ class EngineRound:
                 sequence.tokens,
                 salt=sequence.request.cache_salt,
                 limit=sequence.hit_limit,
+                exact_limit=sequence.exact_limit,
                 cuts=sequence.cuts,
             )
             sequence.opened = True

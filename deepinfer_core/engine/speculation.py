@@ -369,7 +369,10 @@ def committed_rows(
     """
     counts = np.diff(batch.query_starts)
     final = np.array([lengths.get(sequence_id, 0) for sequence_id in batch.sequence_ids])
-    kept = batch.positions < np.repeat(final, counts)
+    # Rows that a truncated decoder dropped were never seen by the layers that drafters read.
+    kept = (batch.positions < np.repeat(final, counts)) & (
+        batch.positions >= np.repeat(batch.keep_from, counts)
+    )
     owners = np.repeat(np.arange(len(counts)), counts)[kept]
     left = np.bincount(owners, minlength=len(counts))
     present = left > 0

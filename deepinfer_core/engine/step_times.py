@@ -83,4 +83,5 @@ class StepTimes:
                 )
                 for group in self._spec.groups
             ),
+            previous_ids=np.full((num_rows, self._spec.lookback), -1, np.int32),
         )

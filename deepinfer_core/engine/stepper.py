@@ -23,7 +23,7 @@ from deepinfer_core.interfaces.accelerator import Accelerator, Pending
 from deepinfer_core.interfaces.cache import Cache
 from deepinfer_core.interfaces.drafter import Draft
 from deepinfer_core.interfaces.executor import Executor, StepOutput
-from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_core.interfaces.model import ModelSpec
 from deepinfer_core.requests import TokenLogprob
 from deepinfer_core.sampling import (
     RowFailure,
@@ -112,6 +112,7 @@ class Stepper:
     """Launches and completes steps.
 
     Args:
+        spec: the model's cache groups, and what else it wants to know.
         row_params: what the sampler needs to know of a sequence's next token.
         speculator: what is told of committed rows and judged drafts; None without a drafter.
         verification: how drafts are judged.
@@ -123,14 +124,14 @@ class Stepper:
         accelerator: Accelerator,
         executor: Executor,
         cache: Cache,
-        groups: Items[CacheGroupSpec],
+        spec: ModelSpec,
         row_params: RowSource,
         retries: int,
         speculator: Speculator | None = None,
         verification: str = "coupled",
     ) -> None:
         self._accelerator, self._executor, self._cache = accelerator, executor, cache
-        self._groups, self._row_params, self._retries = tuple(groups), row_params, retries
+        self._spec, self._row_params, self._retries = spec, row_params, retries
         self._speculator, self._verification = speculator, verification
         self._sampler = Sampler()
         self._sampled_rows: dict[int, int] = {}
@@ -163,7 +164,7 @@ class Stepper:
             grants=flight.grants,
             rows=flight.rows,
             cache=self._cache,
-            groups=self._groups,
+            spec=self._spec,
             sampled_rows=self._sampled_rows,
             copies=self._copies,
             taps=() if self._speculator is None else self._speculator.taps,

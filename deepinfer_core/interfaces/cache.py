@@ -117,6 +117,7 @@ class Cache(Protocol):
         *,
         salt: str = "",
         limit: int | None = None,
+        exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
     ) -> Hit:
         """Begin a sequence with its known tokens; look for a stored prefix and pin it.
@@ -126,6 +127,8 @@ class Cache(Protocol):
             token_ids: all tokens known so far (after a preemption, outputs too).
             salt: pages of different salts never match.
             limit: longest hit allowed; None = all but the last token.
+            exact_limit: longest hit that may go without a cut: a decoder that keeps only the last
+                rows of a prompt must compute all of them for an exact result. None = ``limit``.
             cuts: None lets the cache choose, approximations included where it is configured to
                 make them. Otherwise the sequence must come out with exactly these: () asks for
                 exact state; those of an earlier ``Hit`` rebuild what that sequence saw.

@@ -118,7 +118,7 @@ class CommittedRows:
 
     Rows of one sequence are contiguous, in ascending position, and follow those of earlier steps.
     The first ones of a sequence may begin at a higher position than 0: what lies below came from a
-    cached prefix and is never shown.
+    cached prefix, or was dropped by a truncated decoder, and is never shown.
 
     Attributes:
         sequence_ids: whose rows.

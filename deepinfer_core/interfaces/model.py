@@ -9,10 +9,13 @@ from attrs import field, frozen
 
 from deepinfer_core.batch import Batch
 from deepinfer_core.checkpoint.tensors import WeightSpec
+from deepinfer_core.errors import TokenizerError
 from deepinfer_core.kv.layout import CacheGroupSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from deepinfer_core.text.tokenizer import Tokenizer
 
 __all__ = [
     "BuildRequest",
@@ -42,6 +45,9 @@ class ModelSpec:
         needs: features that attention or cache must offer.
         eos_token_ids: ids that end a sequence, from the configuration.
         decoder_keep: prompt rows a truncating decoder keeps, 0 = no truncation.
+        ignored_weights: regular expressions of tensors that may be there and are not read.
+        lookback: ids before a step's first token of a sequence that the model wants to know, see
+            ``Batch.previous_ids``.
     """
 
     architecture: str
@@ -56,6 +62,8 @@ class ModelSpec:
     needs: frozenset[str] = field(default=frozenset(), converter=frozenset)
     eos_token_ids: tuple[int, ...] = ()
     decoder_keep: int = 0
+    ignored_weights: tuple[str, ...] = ()
+    lookback: int = 0
 
 
 @frozen(kw_only=True)
@@ -123,6 +131,15 @@ class Model(Protocol):
         ...
 
 
+def no_tokenizer() -> Tokenizer:
+    """Stand in for a checkpoint's tokenizer where a model is built without one.
+
+    Raises:
+        TokenizerError: always.
+    """
+    raise TokenizerError("this model needs its tokenizer, and is built without one")
+
+
 @frozen(kw_only=True)
 class BuildRequest:
     """Everything a family needs to build a model.
@@ -135,6 +152,7 @@ class BuildRequest:
         ops: the bound op table.
         dtype: computation dtype name.
         device: torch device.
+        tokenizer: makes the checkpoint's own; TokenizerError where it has none.
     """
 
     config: Mapping[str, Any]
@@ -144,6 +162,7 @@ class BuildRequest:
     ops: Any
     dtype: str
     device: torch.device
+    tokenizer: Callable[[], Tokenizer] = no_tokenizer
 
 
 class ModelFamily(Protocol):

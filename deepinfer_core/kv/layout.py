@@ -36,6 +36,8 @@ class ReplayRule(StrEnum):
     """Re-run ``n_window_layers * (window - 1)`` tokens."""
     BOUNDED = "bounded"
     """Re-run ``replay_tokens`` tokens; approximate by design."""
+    FRESH = "fresh"
+    """Nothing of it is needed: what lies before the end of a hit is never read."""
 
 
 def _layers(values: Iterable[int]) -> tuple[int, ...]:
@@ -66,6 +68,7 @@ class CacheGroupSpec:
         replay: rules the model allows, preferred first.
         trained_for_bounded: the model declares that it was trained for bounded replay.
         replay_tokens: rows that the model declares to be enough for a bounded replay, 0 = none.
+        truncated: rows below ``Batch.keep_from`` are neither written to it nor visible in it.
     """
 
     name: str
@@ -83,6 +86,7 @@ class CacheGroupSpec:
     replay: tuple[ReplayRule, ...] = field(default=(ReplayRule.STORED,), converter=_rules)
     trained_for_bounded: bool = False
     replay_tokens: int = field(default=0, validator=validators.ge(0))
+    truncated: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse layouts that cannot be addressed."""

@@ -70,9 +70,11 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
-    """[rotary_dim / 2] float32 angles per position, and the factor on cosine and sine."""
-    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).float() / spec.rotary_dim
+def inverse_frequencies(
+    spec: RopeSpec, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, float]:
+    """[rotary_dim / 2] angles per position, and the factor on cosine and sine."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.int64).to(dtype) / spec.rotary_dim
     plain = 1.0 / (spec.theta**exponents)
     if spec.kind == "linear":
         return plain / float(spec.options["factor"]), 1.0
@@ -85,13 +87,15 @@ def inverse_frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     return plain, 1.0
 
 
-def tables(spec: RopeSpec, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [num_positions, rotary_dim / 2] float32 each.
+def tables(
+    spec: RopeSpec, num_positions: int, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [num_positions, rotary_dim / 2] each.
 
     Made once: the same position always gets the same bits, whatever it shares a step with.
     """
-    frequencies, factor = inverse_frequencies(spec)
-    angles = torch.outer(torch.arange(num_positions).float(), frequencies)
+    frequencies, factor = inverse_frequencies(spec, dtype=dtype)
+    angles = torch.outer(torch.arange(num_positions).to(dtype), frequencies)
     return angles.cos() * factor, angles.sin() * factor
 
 
@@ -134,7 +138,7 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> tuple[Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     span = (high - low) or 0.001
-    ramp = ((torch.arange(dim // 2).float() - low) / span).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2).to(plain) - low) / span).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp), float(attention)
 
 

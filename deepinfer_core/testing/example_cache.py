@@ -39,10 +39,12 @@ class SnapshotCache(PagesCache):
         *,
         salt: str = "",
         limit: int | None = None,
+        exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
     ) -> Hit:
         """Fork the longest snapshot of a proper prefix, if there is one and pages suffice."""
-        longest = len(token_ids) if limit is None else limit + 1
+        limits = [len(token_ids) - 1, *(most for most in (limit, exact_limit) if most is not None)]
+        longest = min(limits) + 1
         hit = self._fork_snapshot(sequence_id, tuple(token_ids[:longest]), salt)
         if hit is None:
             hit = super().open(sequence_id, token_ids, salt=salt)

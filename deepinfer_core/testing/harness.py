@@ -6,7 +6,7 @@ cache, executor) without scheduling and sampling: a test says itself which rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deepinfer_core.batch import Batch, GroupBatch, Int32
+from deepinfer_core.batch import NO_SLOT, Batch, GroupBatch, Int32
 from deepinfer_core.builtin import cpu, paged_attention, pages, torch_kernels
 from deepinfer_core.builtin.configs import CpuConfig
-from deepinfer_core.checkpoint.coverage import check_coverage
+from deepinfer_core.checkpoint.coverage import KNOWN_BUFFERS, check_coverage
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.components import NoConfig
 from deepinfer_core.interfaces.accelerator import AcceleratorContext
@@ -62,7 +62,7 @@ class ModelHarness:
         checkpoint = SafetensorsCheckpoint(source) if isinstance(source, Path) else source
         family = family or core_family(checkpoint.config)
         spec = family.describe(checkpoint.config, page_size=page_size, kv_dtype=dtype)
-        check_coverage(checkpoint, spec.weights)
+        check_coverage(checkpoint, spec.weights, (*KNOWN_BUFFERS, *spec.ignored_weights))
         accelerator = cpu.build(
             CpuConfig(), AcceleratorContext(num_threads=torch.get_num_threads(), overlap=False)
         )
@@ -93,6 +93,7 @@ class ModelHarness:
                     ops=OpTable(self.ops, facts),
                     dtype=dtype,
                     device=accelerator.device,
+                    tokenizer=checkpoint.tokenizer,
                 )
             )
         self.spec = spec
@@ -104,19 +105,28 @@ class ModelHarness:
         self.executor = LocalExecutor(accelerator, self.model, backend, storages)
         self.cache = pages.PagesCache(spec.groups, [num_pages] * len(spec.groups))
         self._tokens: dict[int, list[int]] = {}
+        self._keep_from: dict[int, int] = {}
         self._steps = 0
 
     # ------------------------------------------------------------------------------- sequences
 
-    def open(self, sequence_id: int) -> None:
-        """Begin a sequence."""
+    def open(self, sequence_id: int, num_prompt_tokens: int | None = None) -> None:
+        """Begin a sequence.
+
+        Args:
+            sequence_id: not open yet.
+            num_prompt_tokens: of a prompt whose early rows a truncating decoder drops; None = it
+                computes all rows.
+        """
         self.cache.open(sequence_id, ())
         self._tokens[sequence_id] = []
+        keep = 0 if num_prompt_tokens is None else num_prompt_tokens - self.spec.decoder_keep
+        self._keep_from[sequence_id] = max(0, keep) if self.spec.decoder_keep else 0
 
     def release(self, sequence_id: int) -> None:
         """End a sequence; its pages go on holding what is in them."""
         self.cache.release(sequence_id)
-        del self._tokens[sequence_id]
+        del self._tokens[sequence_id], self._keep_from[sequence_id]
 
     def length(self, sequence_id: int) -> int:
         """Tokens of a sequence so far."""
@@ -174,7 +184,7 @@ class ModelHarness:
             sorted(rows[sequence_id]) if rows is not None else range(count)
             for sequence_id, count in zip(parts, counts, strict=True)
         ]
-        none = np.zeros(len(counts), np.int32)
+        keep_from = np.array([self._keep_from[sequence_id] for sequence_id in parts], np.int32)
         return Batch(
             step=self._steps,
             sequence_ids=tuple(parts),
@@ -183,19 +193,25 @@ class ModelHarness:
             positions=positions,
             query_starts=starts,
             context_lengths=np.array(begins, np.int32) + np.array(counts, np.int32),
-            num_drafts=none,
+            num_drafts=np.zeros(len(counts), np.int32),
             logit_rows=np.array(
                 [starts[index] + row for index, found in enumerate(wanted) for row in found],
                 np.int32,
             ),
             logit_sequences=np.repeat(np.arange(len(counts)), [len(found) for found in wanted]),
-            keep_from=none,
+            keep_from=keep_from,
             groups=tuple(
-                self._group(index, group, list(parts), starts, positions)
+                self._group(index, group, list(parts), starts, positions, keep_from)
                 for index, group in enumerate(self.spec.groups)
             ),
             taps=tuple(taps),
+            previous_ids=self._previous_ids(parts),
         )
+
+    def _previous_ids(self, sequence_ids: Iterable[int]) -> Int32:
+        lookback = self.spec.lookback
+        rows = [[-1] * lookback + self._tokens[sequence_id] for sequence_id in sequence_ids]
+        return np.array([row[len(row) - lookback :] for row in rows], np.int32)
 
     def _group(
         self,
@@ -204,6 +220,7 @@ class ModelHarness:
         sequence_ids: Sequence[int],
         starts: Int32,
         positions: Int32,
+        keep_from: Int32,
     ) -> GroupBatch:
         tables = [self.cache.block_table(sequence_id, index) for sequence_id in sequence_ids]
         padded = np.full((len(tables), max(map(len, tables))), -1, np.int32)
@@ -211,11 +228,12 @@ class ModelHarness:
             row[: len(table)] = table
         owners = np.repeat(np.arange(len(tables)), np.diff(starts))
         found, offsets = np.divmod(positions, spec.page_size)
-        return GroupBatch(
-            block_tables=padded,
-            write_slots=padded[owners, found].astype(np.int64) * spec.page_size + offsets,
-            visible_from=np.zeros(len(tables), np.int32),
-        )
+        slots = padded[owners, found].astype(np.int64) * spec.page_size + offsets
+        visible_from = np.zeros(len(tables), np.int32)
+        if spec.truncated:
+            slots[positions < keep_from[owners]] = NO_SLOT
+            visible_from = keep_from
+        return GroupBatch(block_tables=padded, write_slots=slots, visible_from=visible_from)
 
     # --------------------------------------------------------------------------------- answers
 

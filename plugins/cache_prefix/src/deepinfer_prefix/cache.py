@@ -67,6 +67,7 @@ class _Coming:
         data: its tokens that may be matched, four bytes each.
         cuts: as it was opened.
         num_tokens: all of its tokens.
+        exact_limit: likewise.
     """
 
     held: _Held
@@ -75,6 +76,7 @@ class _Coming:
     data: bytes
     cuts: Cuts | None
     num_tokens: int
+    exact_limit: int | None
 
 
 class PrefixCache:
@@ -108,6 +110,7 @@ class PrefixCache:
         *,
         salt: str = "",
         limit: int | None = None,
+        exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
     ) -> Hit:
         """Begin a sequence; look for a stored prefix and pin it.
@@ -122,11 +125,11 @@ class PrefixCache:
         most = max(0, len(token_ids) - 1)
         data = _bytes_of(token_ids, most if limit is None else min(most, limit))
         root = self._store.tree.root(salt)
-        coming = self._fetch(root, data, cuts, len(token_ids))
+        coming = self._fetch(root, data, cuts, len(token_ids), exact_limit)
         if coming is not None:
             self._coming[sequence_id] = coming
             return coming.held.hit
-        held = self._start(root, data, cuts, len(token_ids))
+        held = self._start(root, data, cuts, len(token_ids), exact_limit)
         self._held[sequence_id] = held
         return held.hit
 
@@ -140,7 +143,9 @@ class PrefixCache:
             return None
         del self._coming[sequence_id]
         tier = self._behind.finish(coming.arrival)
-        held = self._start(coming.root, coming.data, coming.cuts, coming.num_tokens)
+        held = self._start(
+            coming.root, coming.data, coming.cuts, coming.num_tokens, coming.exact_limit
+        )
         missing = coming.arrival.load.missing
         if missing is not None and held.hit.miss:
             why = describe(missing, self._behind.now_s())
@@ -270,7 +275,7 @@ class PrefixCache:
         if held.last.end < held.prompt_end <= num_tokens and held.tail is None:
             self._keep_tail(held, held.prompt_end)
         self._keep_states(held)
-        for group in self._rules.windows:
+        for group in (*self._rules.windows, *self._rules.fresh):
             first = self._groups[group].first_live_page(num_tokens)
             self._give_back(group, held.tables[group].drop_before(first))
 
@@ -308,7 +313,14 @@ class PrefixCache:
 
     # --------------------------------------------------------------------------------- opening
 
-    def _fetch(self, root: Node, data: bytes, cuts: Cuts | None, num_tokens: int) -> _Coming | None:
+    def _fetch(
+        self,
+        root: Node,
+        data: bytes,
+        cuts: Cuts | None,
+        num_tokens: int,
+        exact_limit: int | None,
+    ) -> _Coming | None:
         """Begin to load the blocks that the device lacks; None if there is nothing to wait for."""
         if self._behind is None or not self._behind.can_store or cuts:
             return None
@@ -324,15 +336,24 @@ class PrefixCache:
         held = self._begin(Start(match=match, compute_from=match.length), num_tokens)
         arrival = self._behind.fetch(match.deepest, blocks) if held is not None else None
         if held is not None and arrival is not None:
-            return _Coming(held, arrival, root, data, cuts, num_tokens)
+            return _Coming(held, arrival, root, data, cuts, num_tokens, exact_limit)
         if held is not None:
             self._end(held)
         return None
 
-    def _start(self, root: Node, data: bytes, cuts: Cuts | None, num_tokens: int) -> _Held:
+    def _start(
+        self,
+        root: Node,
+        data: bytes,
+        cuts: Cuts | None,
+        num_tokens: int,
+        exact_limit: int | None,
+    ) -> _Held:
         """Begin with the start that saves most and has room."""
         for whole_blocks in (False, True):
-            start = self._lookup.start(root, data, cuts, whole_blocks=whole_blocks)
+            start = self._lookup.start(
+                root, data, cuts, whole_blocks=whole_blocks, exact_limit=exact_limit
+            )
             held = self._begin(start, num_tokens, rebuilds=bool(cuts))
             if held is not None:
                 held.hit = evolve(held.hit, miss=_miss(start, data, whole_blocks=whole_blocks))
@@ -413,6 +434,8 @@ class PrefixCache:
     def _first_live(self, group: int, start: Start) -> int:
         """Index of the first page that a sequence needs."""
         spec = self._groups[group]
+        if group in self._rules.fresh:
+            return start.compute_from // spec.page_size
         if group not in self._rules.windows:
             return 0
         if start.replays:
@@ -424,7 +447,7 @@ class PrefixCache:
         if group in self._rules.states:
             return []
         first, match = self._first_live(group, start), start.match
-        if group in self._rules.windows and start.replays:
+        if group in self._rules.fresh or (group in self._rules.windows and start.replays):
             return [NO_PAGE] * first
         size = self._groups[group].page_size
         pages: Pages = []
@@ -439,7 +462,7 @@ class PrefixCache:
     def _sources_of(self, group: int, start: Start) -> Pages:
         """The page that a start needs a copy of, if any."""
         match = start.match
-        if start.replays and group in self._rules.windows:
+        if group in self._rules.fresh or (start.replays and group in self._rules.windows):
             return []
         if group in self._rules.states:
             pages = (match.last or match.deepest).pages[group] if match.length else None
@@ -450,9 +473,8 @@ class PrefixCache:
 
     def _hit_of(self, start: Start) -> Hit:
         bounds = [0] * len(self._groups)
-        if start.replays:
-            for group in self._rules.windows:
-                bounds[group] = start.compute_from
+        for group in (*self._rules.fresh, *(self._rules.windows if start.replays else ())):
+            bounds[group] = start.compute_from
         return Hit(
             length=start.match.length,
             compute_from=start.compute_from,
@@ -497,7 +519,7 @@ class PrefixCache:
 
     def _own_pages(self, held: _Held, group: int, stop: int) -> Pages | None:
         """Pages of positions ``held.last.end`` to ``stop``, if they may be kept."""
-        if group in self._rules.states:
+        if group in self._rules.states or group in self._rules.fresh:
             return None
         start, spec = held.last.end, self._groups[group]
         if group in self._rules.windows:

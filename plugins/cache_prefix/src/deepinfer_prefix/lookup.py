@@ -56,6 +56,7 @@ class Lookup:
         cuts: Cuts | None,
         *,
         whole_blocks: bool = False,
+        exact_limit: int | None = None,
     ) -> Start:
         """The start that saves most.
 
@@ -64,9 +65,13 @@ class Lookup:
             data: token ids that may be matched, four bytes each.
             cuts: see ``Cache.open``.
             whole_blocks: use no block in part.
+            exact_limit: see ``Cache.open``.
         """
         if not cuts:
-            return self._free(self._find(root, data, cuts, whole_blocks), inexact=cuts is None)
+            exact = match = self._find(root, data, cuts, whole_blocks)
+            if exact_limit is not None and match.length > exact_limit:
+                exact = self._find(root, data[: 4 * exact_limit], cuts, whole_blocks)
+            return self._free(match, exact, inexact=cuts is None)
         for number in range(len(cuts), 0, -1):
             cut = cuts[number - 1]
             match = self._find(root, data[: 4 * cut.at], cuts[: number - 1], whole_blocks)
@@ -76,7 +81,7 @@ class Lookup:
                     match=match, compute_from=cut.start, cuts=cuts[:number], restart_at=later
                 )
         match = self._find(root, data[: 4 * cuts[0].at], (), whole_blocks)
-        start = self._free(match, inexact=False)
+        start = self._free(match, match, inexact=False)
         return Start(match=start.match, compute_from=start.compute_from, restart_at=cuts[0].at)
 
     def _find(self, root: Node, data: bytes, cuts: Cuts | None, whole_blocks: bool) -> Match:
@@ -84,19 +89,26 @@ class Lookup:
         match = find(root, data, block_tokens=rules.block_tokens, grain=rules.grain, cuts=cuts)
         return match.whole() if whole_blocks else match
 
-    def _free(self, match: Match, *, inexact: bool) -> Start:
-        """The best start within a match."""
+    def _free(self, match: Match, exact: Match, *, inexact: bool) -> Start:
+        """The best start within a match.
+
+        Args:
+            match: what was found.
+            exact: as much of it as may be used without a cut.
+            inexact: whether a cut may be made.
+        """
         rules = self._rules
         if not rules.windows and not rules.states:
-            start = match.length - self._again
-            used = match if start > 0 else match.whole(0)
+            start = exact.length - self._again
+            used = exact if start > 0 else exact.whole(0)
             return Start(match=used, compute_from=max(0, start), cuts=used.cuts)
         best = Start(match=match.whole(0), compute_from=0)
         if rules.snapshots and not (self._again and rules.replay_rows is not None):
-            kept = self._with_snapshot(match)
+            kept = self._with_snapshot(exact)
             best = Start(match=kept, compute_from=kept.length, cuts=kept.cuts)
         if rules.replay_rows is None or not (inexact or rules.replay_is_exact):
             return best
+        match = exact if rules.replay_is_exact else match
         start = match.length - max(rules.replay_rows, self._again)
         if start <= best.compute_from:
             return best

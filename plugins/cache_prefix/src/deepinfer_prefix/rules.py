@@ -24,6 +24,7 @@ class Rules:
         lasting: groups all of whose pages are stored.
         windows: groups of which only the last ``window - 1`` positions are needed.
         states: groups with one slot a sequence.
+        fresh: groups of which nothing is needed on a hit.
         snapshots: whether pages of windows, and copies of states, are kept for hits.
         replay_rows: rows computed again on a hit; None = windows are not recovered so.
         replay_is_exact: whether so many rows give the same bits as computing everything.
@@ -34,6 +35,7 @@ class Rules:
     lasting: tuple[int, ...]
     windows: tuple[int, ...]
     states: tuple[int, ...]
+    fresh: tuple[int, ...]
     snapshots: bool
     replay_rows: int | None
     replay_is_exact: bool
@@ -66,6 +68,7 @@ def rules_for(groups: Sequence[CacheGroupSpec], config: PrefixConfig) -> Rules:
         lasting=_of(groups, *_LASTING),
         windows=_of(groups, GroupKind.WINDOW),
         states=_of(groups, GroupKind.STATE),
+        fresh=tuple(index for index, group in enumerate(groups) if _is_fresh(group)),
         snapshots=rule in (ReplayRule.SNAPSHOT, None),
         replay_rows=rows,
         replay_is_exact=is_exact,
@@ -110,8 +113,14 @@ def _declares_bounded(group: CacheGroupSpec) -> bool:
 
 
 def _is_window(group: CacheGroupSpec) -> bool:
-    return group.kind is GroupKind.WINDOW
+    return group.kind is GroupKind.WINDOW and not _is_fresh(group)
+
+
+def _is_fresh(group: CacheGroupSpec) -> bool:
+    return ReplayRule.FRESH in group.replay
 
 
 def _of(groups: Sequence[CacheGroupSpec], *kinds: GroupKind) -> tuple[int, ...]:
-    return tuple(index for index, group in enumerate(groups) if group.kind in kinds)
+    return tuple(
+        index for index, group in enumerate(groups) if group.kind in kinds and not _is_fresh(group)
+    )

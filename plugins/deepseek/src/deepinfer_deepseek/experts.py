@@ -1,0 +1,81 @@
+"""The feed-forward part: experts chosen by bias-corrected scores, and one that sees every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_deepseek.config import ExpertConfig
+from deepinfer_deepseek.numerics import Loader, added, apply_rows, sigmoid, wide
+
+_SMALLEST = 1e-20
+"""Keeps the weights of experts that all scored zero from being undefined."""
+
+
+class Gate:
+    """Chooses experts.
+
+    A bias that balances load takes part in the choice, never in the weight ("noaux_tc", DeepSeek-V3
+    2024).
+    """
+
+    def __init__(self, config: ExpertConfig, base: str, load: Loader) -> None:
+        self._config = config
+        self._project = load.wide_projection(f"{base}gate.weight")
+        self._bias = load.wide(f"{base}gate.bias")
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> weights [n, chosen] and expert ids [n, chosen].
+
+        Of experts that score the same the one with the lower number is chosen.
+        """
+        logits = self._project(wide(x)) / self._config.temperature
+        # log(1 + exp(x)) without overflow.
+        scores = (logits.clamp(min=0) + (-logits.abs()).exp().log1p()).sqrt()
+        order = torch.sort(scores + self._bias, dim=-1, descending=True, stable=True).indices
+        ids = order[:, : self._config.per_token]
+        chosen = scores.gather(1, ids)
+        total = added(chosen.unbind(-1)).unsqueeze(-1)
+        return chosen / (total + _SMALLEST) * self._config.scale, ids
+
+
+class Experts:
+    """Gate, routed experts and the shared one of a layer."""
+
+    def __init__(self, config: ExpertConfig, base: str, load: Loader) -> None:
+        self._limit, self._linear = config.limit, load.ops.linear
+        self._gate = Gate(config, base, load)
+        self._experts = [
+            self._matrices(f"{base}experts.{number}", load) for number in range(config.num_experts)
+        ]
+        self._shared = self._matrices(f"{base}shared_experts", load)
+
+    def _matrices(self, place: str, load: Loader) -> Callable[[], tuple[Any, Any]]:
+        """Handles of gate and up in one, and of down."""
+        gate_up = torch.cat([load.tensor(f"{place}.{name}.weight") for name in ("w1", "w3")])
+        handles = (
+            self._linear.prepare(gate_up, None),
+            self._linear.prepare(load.tensor(f"{place}.w2.weight"), None),
+        )
+        return lambda: handles
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, hidden]; contributions are added in ascending expert id."""
+        weights, ids = self._gate(x)
+        out = torch.zeros_like(x, dtype=weights.dtype)
+        for expert in torch.unique(ids).tolist():
+            rows, places = torch.nonzero(ids == expert, as_tuple=True)
+            out[rows] += wide(self._run(self._experts[expert](), x[rows], weights[rows, places]))
+        return (out + wide(self._run(self._shared(), x, None))).to(x.dtype)
+
+    def _run(self, matrices: tuple[Any, Any], x: Tensor, weights: Tensor | None) -> Tensor:
+        gate_up, down = matrices
+        gate, up = wide(apply_rows(self._linear, gate_up, x)).chunk(2, -1)
+        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        hidden = sigmoid(gate) * gate * up
+        if weights is not None:
+            hidden = hidden * weights.unsqueeze(-1)
+        return apply_rows(self._linear, down, hidden.to(x.dtype))

@@ -1,0 +1,23 @@
+"""Options of the model families; light, so that a configuration is checked without torch."""
+
+from __future__ import annotations
+
+from attrs import field, frozen, validators
+
+TRUNCATIONS = ("off", "mask", "compact")
+"""What ``decoder`` may be."""
+
+
+@frozen(kw_only=True)
+class V41Options:
+    """Options of model ``deepseek-v41``.
+
+    Attributes:
+        decoder: what the decoder does with the early rows of a prompt: "compact" drops them, as the
+            model is trained for; "mask" computes them with an empty window, which gives the same
+            results slowly; "off" computes all.
+        decoder_keep: last rows of a prompt that the decoder computes; unset = window and 12 more.
+    """
+
+    decoder: str = field(default="compact", validator=validators.in_(TRUNCATIONS))
+    decoder_keep: int | None = field(default=None, validator=validators.optional(validators.ge(1)))

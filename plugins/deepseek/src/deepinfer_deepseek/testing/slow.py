@@ -78,8 +78,7 @@ class SlowV41:
         for layer, ratio in enumerate(self.ratios):
             base = f"layers.{layer}."
             if layer in c["engram_layer_ids"]:
-                for p in streams:
-                    streams[p] = self._engram(layer, streams[p], tokens, p)
+                streams = {p: self._engram(layer, x, tokens, p) for p, x in streams.items()}
             inputs = {
                 p: self._rms(pre[p] @ streams[p], w[f"{base}attn_norm.weight"]) for p in streams
             }
@@ -183,7 +182,9 @@ class SlowV41:
                 shares = np.exp(gates - gates.max(0))
                 values = values * shares / shares.sum(0)
             latent = self._rms(values.sum(0), w[f"{base}compressor.norm.weight"])
-            key = self._rms(w[f"{base}indexer.wk.weight"] @ latent, w[f"{base}indexer.k_norm.weight"])
+            key = self._rms(
+                w[f"{base}indexer.wk.weight"] @ latent, w[f"{base}indexer.k_norm.weight"]
+            )
             found[j] = (
                 self._turn(latent, ratio, j * ratio),
                 self._turn(key, ratio, j * ratio),
@@ -206,9 +207,7 @@ class SlowV41:
         weights = self.w[f"{base}weights_proj.weight"] @ x
         weights = weights / math.sqrt(c["index_head_dim"] * c["index_n_heads"])
         visible = (p + 1) // ratio
-        score = {
-            j: float(weights @ np.maximum(q @ entries[j][1], 0)) for j in range(visible)
-        }
+        score = {j: float(weights @ np.maximum(q @ entries[j][1], 0)) for j in range(visible)}
         source = c.get("candidate_source_layer_id")
         if source is not None and layer > source:
             score = {j: s for j, s in score.items() if j in allowed[p]}

@@ -1,0 +1,273 @@
+"""Whole engines on a tiny model: replay on hits, truncation, preemption, refusals.
+
+The tiny model has six encoder layers with a window of 8, so 42 replayed rows rebuild it exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepinfer_deepseek
+from deepinfer_core.config import Choice, EngineConfig, EngineOptions
+from deepinfer_core.engine.engine import Engine
+from deepinfer_core.errors import CompositionError, RequestError
+from deepinfer_core.requests import Request, RequestOutput, SamplingParams
+from deepinfer_deepseek.options import V41Options
+from deepinfer_deepseek.testing.tiny import slow, tokens_of, write_tiny
+
+prefix = pytest.importorskip("deepinfer_prefix")
+PrefixConfig = pytest.importorskip("deepinfer_prefix.config").PrefixConfig
+
+EXACT_ROWS = 42
+KEEP = 20
+
+
+class Runner:
+    """An engine, and what its requests come to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._count = engine, 0
+
+    def submit(self, prompt: Sequence[int], **options: Any) -> str:
+        extra = {name: options.pop(name) for name in ("exact", "priority") if name in options}
+        params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2, **options}
+        self._count += 1
+        name = f"r{self._count}"
+        self.engine.submit(
+            Request(
+                request_id=name,
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(**params),
+                **extra,
+            )
+        )
+        return name
+
+    def finish(self, *names: str) -> list[RequestOutput]:
+        while self.engine.has_work:
+            self.engine.step()
+        return [self.engine.take_result(name) for name in names]  # type: ignore[misc]
+
+    def run(self, prompt: Sequence[int], **options: Any) -> RequestOutput:
+        (result,) = self.finish(self.submit(prompt, **options))
+        assert result.error is None, result.error
+        return result
+
+    def computed(self) -> int:
+        return self.engine.stats().num_computed_tokens
+
+    def pages(self, *names: str) -> dict[str, list[bytes]]:
+        """Everything that some groups hold."""
+        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
+        return {
+            spec.name: [storage.export_page(page) for page in range(12)]
+            for spec, storage in zip(self.engine.spec.groups, storages, strict=True)
+            if spec.name in names
+        }
+
+
+Make = Callable[..., Runner]
+
+
+@pytest.fixture
+def make(tiny: Path) -> Iterator[Make]:
+    engines: list[Engine] = []
+
+    def runner(
+        cache: Any = "prefix", model: Path = tiny, options: Any = None, **engine: Any
+    ) -> Runner:
+        engine = {
+            "page_size": 8,
+            "kv_pages": 160,
+            "max_batch_tokens": 64,
+            "max_drafts": 5,
+            **engine,
+        }
+        config = EngineConfig(
+            model=str(model),
+            cache=cache,
+            model_component=V41Options(decoder_keep=KEEP) if options is None else options,
+            engine=EngineOptions(**engine),
+        )
+        engines.append(
+            Engine.from_config(config, [prefix, deepinfer_deepseek], discover=False, environ={})
+        )
+        return Runner(engines[-1])
+
+    yield runner
+    for engine in engines:
+        engine.close()
+
+
+def bits(result: RequestOutput) -> list[Any]:
+    return [(output.token_ids, output.logprobs) for output in result.outputs]
+
+
+def bounded(rows: int) -> Any:
+    return PrefixConfig(replay="bounded", replay_tokens=rows)
+
+
+def test_it_generates_what_the_slow_model_says(make: Make) -> None:
+    prompt = tokens_of(37, 4)
+    result = make().run(prompt, max_tokens=5)
+    tokens, model = list(prompt), slow(keep=KEEP)
+    for token in result.outputs[0].token_ids:
+        assert model.logits(tokens, num_prompt=len(prompt))[-1].argmax() == token
+        tokens.append(token)
+
+
+@pytest.mark.parametrize("batch", [5, 64])
+@pytest.mark.parametrize("decoder", ["off", "mask", "compact"])
+def test_enough_replayed_rows_give_the_same_bits(make: Make, batch: int, decoder: str) -> None:
+    """All layers are rebuilt without truncation, the encoder's with it."""
+    options = V41Options(decoder=decoder, decoder_keep=KEEP)
+    cold = make("pages", options=options)
+    warm = make(PrefixConfig(replay="exact"), options=options, max_batch_tokens=batch)
+    warm.run(tokens_of(150))
+    for length, more in ((150, 30), (144, 5), (131, 9)):
+        prompt = [*tokens_of(length), *tokens_of(more, more)]
+        found = warm.run(prompt)
+        assert found.exact
+        assert found.cached_tokens > 60
+        # The decoder's last rows must all be computed.
+        assert decoder == "off" or found.cached_tokens <= len(prompt) - KEEP
+        assert bits(found) == bits(cold.run(prompt))
+
+
+def test_one_row_too_few_is_noticed(make: Make) -> None:
+    prompt = [*tokens_of(100), *tokens_of(KEEP, 1)]
+    expected = bits(make("pages").run(prompt))
+    for rows, exact in ((EXACT_ROWS, True), (EXACT_ROWS - 1, False)):
+        runner = make(bounded(rows))
+        runner.run(tokens_of(100))
+        found = runner.run(prompt)
+        assert found.cached_tokens == 100
+        assert found.exact is exact
+        assert (bits(found) == expected) is exact
+
+
+def test_snapshots_of_the_encoder_are_exact(make: Make) -> None:
+    prompt = [*tokens_of(96), *tokens_of(KEEP + 3, 1)]
+    expected = bits(make("pages").run(prompt))
+    runner = make(PrefixConfig(replay="snapshot"))
+    runner.run(tokens_of(96))
+    before = runner.computed()
+    found = runner.run(prompt, max_tokens=1)
+    assert (found.cached_tokens, found.exact) == (96, True)
+    assert runner.computed() - before == KEEP + 3
+    assert bits(runner.run(prompt)) == expected
+
+
+def test_a_bounded_replay_is_that_of_the_slow_model(make: Make) -> None:
+    rows, hit = 12, 60
+    for more in (1, 5, 33):
+        runner = make(bounded(rows))
+        runner.run(tokens_of(hit))
+        prompt = [*tokens_of(hit), *tokens_of(more, 1)]
+        found = runner.run(prompt, max_tokens=1, logprobs=5)
+        assert (found.cached_tokens, found.exact) == (hit, False)
+        logits = slow(keep=KEEP).logits(prompt, start=hit - rows, hit=hit)[-1]
+        wanted = logits - _log_sum(logits)
+        reported = found.outputs[0].logprobs
+        assert reported is not None
+        assert reported[0].logprob == pytest.approx(wanted[reported[0].token_id], abs=1e-3)
+
+
+def _log_sum(logits: Any) -> float:
+    import numpy as np
+
+    return float(np.log(np.exp(logits - logits.max()).sum()) + logits.max())
+
+
+def test_the_cost_of_a_hit_does_not_grow_with_it(make: Make) -> None:
+    runner = make(kv_pages=600)
+    for length in (60, 160, 400):
+        prompt = tokens_of(length, length)
+        runner.run(prompt, max_tokens=1)
+        before = runner.computed()
+        found = runner.run([*prompt, *tokens_of(10, 1)], max_tokens=1)
+        assert found.cached_tokens == length
+        assert runner.computed() - before == 10 + 8 + 12
+
+
+def test_what_was_found_is_never_written(make: Make) -> None:
+    runner = make(bounded(12))
+    runner.run(tokens_of(96), max_tokens=1)
+    shared = ("entries.r1", "keys.r1", "entries.r2", "keys.r2")
+    before = runner.pages(*shared)
+    assert runner.run([*tokens_of(96), *tokens_of(30, 1)]).cached_tokens == 96
+    assert runner.pages(*shared) == before
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_preempted_sees_the_same_again(make: Make, steps: int) -> None:
+    """Also with outputs computed already: the cut follows from the prompt, not from what it is."""
+    prompts = [tokens_of(60), [*tokens_of(60), *tokens_of(47, 1)]]
+
+    def prepared() -> Runner:
+        runner = make(bounded(12), kv_pages=40, max_sequences=1, max_batch_tokens=32)
+        runner.run(prompts[0], max_tokens=1)
+        return runner
+
+    expected = prepared().run(prompts[1], max_tokens=20)
+    assert not expected.exact
+    disturbed = prepared()
+    victim = disturbed.submit(prompts[1], max_tokens=20, priority=9)
+    for _ in range(steps):
+        disturbed.engine.step()
+    urgent = disturbed.submit(tokens_of(290, 5), max_tokens=4)
+    found, _ = disturbed.finish(victim, urgent)
+    assert disturbed.engine.stats().num_preemptions == 1
+    assert bits(found) == bits(expected)
+
+
+def test_an_exact_request_does_not_see_what_is_bounded(make: Make) -> None:
+    runner, prompt = make(bounded(12)), [*tokens_of(60), *tokens_of(40, 1)]
+    runner.run(tokens_of(60))
+    assert not runner.run(prompt).exact
+    found = runner.run(prompt, exact=True)
+    assert found.exact
+    assert bits(found) == bits(make("pages").run(prompt))
+
+
+def test_outputs_of_one_prompt_share_it(make: Make) -> None:
+    prompt = tokens_of(70)
+    many = make().run(prompt, n=3, temperature=1.0, seed=5)
+    again = make(max_batch_tokens=7).run(prompt, n=3, temperature=1.0, seed=5)
+    assert bits(many) == bits(again)
+
+
+def test_too_few_kept_rows_are_refused_with_the_minimum(make: Make) -> None:
+    with pytest.raises(CompositionError, match=r"keeps 13 rows .* need at least 14"):
+        make(options=V41Options(decoder_keep=13))
+    make(options=V41Options(decoder_keep=14))
+
+
+def test_prompt_logprobs_need_every_row(make: Make) -> None:
+    runner = make()
+    with pytest.raises(
+        RequestError, match=r"last 20 rows of a prompt; set model_component.decoder"
+    ):
+        runner.submit(tokens_of(30), prompt_logprobs=1)
+    assert runner.run(tokens_of(20), prompt_logprobs=1).error is None
+    assert make(options=V41Options(decoder="off")).run(tokens_of(30), prompt_logprobs=1)
+
+
+def test_images_are_refused_and_hurt_nobody_else(make: Make, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path, vision_config={}, image_token_id=7)
+    runner = make(model=model)
+    plain = [token for token in tokens_of(30) if token != 7]
+    expected = bits(runner.run(plain))
+    bad, good = runner.submit([*plain, 7]), runner.submit(plain)
+    failed, fine = runner.finish(bad, good)
+    assert "images are not supported" in str(failed.error)
+    assert bits(fine) == expected
+
+
+def test_named_options_reach_the_model(make: Make) -> None:
+    runner = make(options=Choice(use="deepseek-v41", options={"decoder": "off"}))
+    assert runner.engine.spec.decoder_keep == 0

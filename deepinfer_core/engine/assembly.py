@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -35,7 +35,7 @@ from deepinfer_core.interfaces.budget import Budget, BudgetContext
 from deepinfer_core.interfaces.cache import Cache, CacheContext
 from deepinfer_core.interfaces.checkpoint import Checkpoint
 from deepinfer_core.interfaces.constraint import Constraint, ConstraintContext
-from deepinfer_core.interfaces.drafter import Drafter, DrafterContext
+from deepinfer_core.interfaces.drafter import BlockDraftModel, Drafter, DrafterContext
 from deepinfer_core.interfaces.eviction import EvictionContext
 from deepinfer_core.interfaces.executor import Executor
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
@@ -292,6 +292,9 @@ class _Builder:
         part = self._plan.part(Slot.DRAFTER)
         if part is None or part.name == NONE:
             return None
+        model_part = self._plan.part(Slot.MODEL)
+        offers = frozenset() if model_part is None else model_part.component.offers
+        inside = cast("BlockDraftModel", model) if Feature.BLOCK_DRAFT in offers else None
         drafter: Drafter = part.build(
             DrafterContext(
                 model_spec=spec,
@@ -304,6 +307,7 @@ class _Builder:
                 ops=ops,
                 dtype=dtype,
                 verification=self._options.verification,
+                block_drafter=None if inside is None else inside.block_drafter,
             )
         )
         known = {"embedding", *(f"layer.{layer}" for layer in range(spec.num_layers))}
@@ -312,8 +316,6 @@ class _Builder:
                 f"drafter {part.name!r} reads {', '.join(unknown)}, but the layers of "
                 f"{self._config.model} are layer.0 to layer.{spec.num_layers - 1}"
             )
-        model_part = self._plan.part(Slot.MODEL)
-        offers = frozenset() if model_part is None else model_part.component.offers
         if drafter.taps and Feature.TAPS not in offers:
             raise CompositionError(
                 f"drafter {part.name!r} reads layers of the target, which its model family does "

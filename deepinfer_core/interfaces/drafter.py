@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
 
-from deepinfer_core.batch import Int32
+from deepinfer_core.batch import Int32, Int64
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ class DrafterContext:
         dtype: computation dtype name.
         verification: "coupled" or "rejection": whether drafts are best drawn with the target's own
             noise, or with other noise and reported with their distributions.
+        block_drafter: builds the target's own block drafter, None where the model offers none.
     """
 
     model_spec: Any
@@ -42,6 +43,7 @@ class DrafterContext:
     ops: Any = None
     dtype: str = "float32"
     verification: str = "coupled"
+    block_drafter: Callable[[], BlockDrafter | None] | None = None
 
 
 @frozen(kw_only=True)
@@ -137,6 +139,112 @@ class CommittedRows:
     def num_rows(self) -> int:
         """Rows, over all sequences."""
         return int(self.positions.shape[0])
+
+
+class DraftContext(Protocol):
+    """What the layers of a block drafter see of one sequence, kept by whoever drafts with it."""
+
+    @property
+    def length(self) -> int:
+        """Rows that are there."""
+        ...
+
+    def first_visible(self, position: int, window: int) -> int:
+        """Number of the first row at ``position - window + 1`` or later; of all with window 0."""
+        ...
+
+    def rows(self, layer: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a draft layer from a row number on, as ``context`` made them."""
+        ...
+
+
+class BlockDrafter(Protocol):
+    """A network that drafts several tokens in one pass, then corrects them from left to right.
+
+    It may come from a checkpoint of its own or be a part of the target (``BlockDraftModel``). It
+    keeps nothing between calls: rows of context are handed out, and come back as ``DraftContext``.
+    """
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Target layers that it reads, see ``Drafter``."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a pass, the most drafts."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Context positions that any layer ever sees, 0 = all."""
+        ...
+
+    def context(
+        self, features: torch.Tensor, positions: Int64
+    ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Turn tapped rows into what draft layers see.
+
+        Args:
+            features: [n, num_taps * hidden_size], the taps side by side, float32.
+            positions: [n].
+
+        Returns:
+            Per draft layer (keys, values), n rows each.
+        """
+        ...
+
+    def hidden(
+        self,
+        anchors: torch.Tensor,
+        positions: Sequence[int],
+        contexts: Sequence[DraftContext],
+    ) -> torch.Tensor:
+        """The parallel part.
+
+        Args:
+            anchors: [n, hidden_size], float32, embeddings of the newest token of each sequence.
+            positions: of the anchors.
+            contexts: what each sequence's block sees.
+
+        Returns:
+            [n, block_size, hidden_size].
+        """
+        ...
+
+    def base_logits(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
+        """Logits of the first rows, [n, rows, draft vocabulary], before any correction."""
+        ...
+
+    def embed_previous(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[n] int64 -> [n, rank]: the token before a row, as correction and confidence see it."""
+        ...
+
+    def correct(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What to add to a row's logits, [n, draft vocabulary], and the state for the next row.
+
+        Args:
+            hidden: [n, hidden_size], of the row.
+            embedded: [n, rank], of the token before.
+            state: of the row before, None for the first.
+        """
+        ...
+
+    def confidence_logits(
+        self, hidden: torch.Tensor, embedded: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[n], logits of the probability that a row's draft is accepted; None = it cannot say."""
+        ...
+
+
+class BlockDraftModel(Protocol):
+    """A model that carries a block drafter of its own (``Feature.BLOCK_DRAFT``)."""
+
+    def block_drafter(self) -> BlockDrafter | None:
+        """Build it; None where the checkpoint has none."""
+        ...
 
 
 class Drafter(Protocol):

@@ -249,9 +249,7 @@ def test_too_few_kept_rows_are_refused_with_the_minimum(make: Make) -> None:
 
 def test_prompt_logprobs_need_every_row(make: Make) -> None:
     runner = make()
-    with pytest.raises(
-        RequestError, match=r"last 20 rows of a prompt; set model_component.decoder"
-    ):
+    with pytest.raises(RequestError, match=r"last 20 rows of a prompt; set model_component"):
         runner.submit(tokens_of(30), prompt_logprobs=1)
     assert runner.run(tokens_of(20), prompt_logprobs=1).error is None
     assert make(options=V41Options(decoder="off")).run(tokens_of(30), prompt_logprobs=1)
@@ -259,7 +257,7 @@ def test_prompt_logprobs_need_every_row(make: Make) -> None:
 
 def test_images_are_refused_and_hurt_nobody_else(make: Make, tmp_path: Path) -> None:
     model = write_tiny(tmp_path, vision_config={}, image_token_id=7)
-    runner = make(model=model)
+    runner = make("pages", model=model)
     plain = [token for token in tokens_of(30) if token != 7]
     expected = bits(runner.run(plain))
     bad, good = runner.submit([*plain, 7]), runner.submit(plain)

@@ -46,7 +46,7 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             build=_lazy("model"),
             config_type=V41Options,
             needs={LATENT},
-            offers={Feature.TAPS},
+            offers={Feature.TAPS, Feature.BLOCK_DRAFT},
             tags=ARCHITECTURES,
             summary="DeepSeek-V4.1, text",
         ),

@@ -8,6 +8,7 @@ early rows need not go through the decoder at all.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from deepinfer_core.interfaces.model import (
     StepContext,
 )
 from deepinfer_deepseek.attention import Seen, attend
+from deepinfer_deepseek.blocks import Block, Projections
 from deepinfer_deepseek.compressor import Compressor
 from deepinfer_deepseek.config import ARCHITECTURE, V41Config, read_config
+from deepinfer_deepseek.drafting import V41BlockDrafter
 from deepinfer_deepseek.engram import (
     Engram,
     NgramHasher,
@@ -32,12 +35,11 @@ from deepinfer_deepseek.engram import (
     check_rows,
     compressed_ids,
 )
-from deepinfer_deepseek.experts import Experts
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.groups import BACKTRACK, DECODER, ENCODER, cache_groups, entries_of
-from deepinfer_deepseek.hyper import Mixer, collapse, mean_of_copies
+from deepinfer_deepseek.hyper import collapse, mean_of_copies
 from deepinfer_deepseek.indexer import Indexer
-from deepinfer_deepseek.numerics import Loader, Projection, Rotation
+from deepinfer_deepseek.numerics import Loader, Rotation
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.rows import StepRows, rows_kept, rows_of
 from deepinfer_deepseek.weights import IGNORED, weight_specs
@@ -91,20 +93,9 @@ class _Attention:
         rotation: Rotation,
         formats: CacheFormats,
     ) -> None:
-        base = f"layers.{layer}.attn."
-        self._layer, self._heads, self._dim = layer, config.num_heads, config.head_dim
-        self._ratio, self._rotation, self._formats = config.ratios[layer], rotation, formats
+        self._layer, self._ratio = layer, config.ratios[layer]
+        self._project = Projections(config, f"layers.{layer}.attn.", load, rotation, formats)
         self._window = ENCODER if layer < config.first_decoder_layer else DECODER
-        self._eps = config.norm_eps
-        self._q_down = load.projection(f"{base}wq_a")
-        self._q_norm = load.norm(f"{base}q_norm", config.norm_eps)
-        self._q_up = load.projection(f"{base}wq_b")
-        self._kv = load.projection(f"{base}wkv")
-        self._kv_norm = load.norm(f"{base}kv_norm", config.norm_eps)
-        groups = load.tensor(f"{base}wo_a.weight").chunk(config.o_groups)
-        self._o_groups = [Projection(load.ops.linear, group.contiguous()) for group in groups]
-        self._o_up = load.projection(f"{base}wo_b")
-        self._sinks = load.wide(f"{base}attn_sink")
         self._indexer = None
         if layer in config.index.sources:
             self._indexer = Indexer(config, layer, load, rotation, formats)
@@ -112,27 +103,19 @@ class _Attention:
 
     def __call__(self, x: Tensor, rows: StepRows) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
-        angles = self._rotation.angles(rows.positions)
-        low_rank = self._q_norm(self._q_down(x))
-        q = self._rotation.turn(
-            self._q_up(low_rank).unflatten(-1, (self._heads, self._dim)), angles
-        )
-        kv = self._formats.window(self._rotation.turn(self._kv_norm(self._kv(x)), angles))
+        project = self._project
+        angles = project.angles(rows.positions)
+        low_rank, q = project.queries(x, angles)
         storage, plan = rows.group(self._window)
         vectors = storage.keys(self._layer)
-        plan.write(vectors, kv)
+        plan.write(vectors, project.keys(x, angles))
         seen = [plan.seen(vectors)]
         if self._indexer is not None:
             rows.lists[self._layer] = self._indexer.rank(x, low_rank, angles, rows)
         if self._ratio:
             seen.append(self._entries(rows))
-        mixed = attend(q, seen, scale=self._dim**-0.5, sinks=self._sinks)
-        # Keys are values and carry their own position's rotation: turned back by the query's,
-        # what remains is relative.
-        mixed = self._rotation.turn_back(mixed, angles).flatten(1)
-        groups = mixed.chunk(len(self._o_groups), -1)
-        lows = [project(group) for project, group in zip(self._o_groups, groups, strict=True)]
-        return self._o_up(torch.cat(lows, -1))
+        mixed = attend(q, seen, scale=project.scale, sinks=project.sinks)
+        return project.output(mixed, angles)
 
     def _entries(self, rows: StepRows) -> Seen:
         """Entries of the owner that the list of this layer names."""
@@ -158,7 +141,6 @@ class _Layer:
         rotation: Rotation,
         formats: CacheFormats,
     ) -> None:
-        base = f"layers.{layer}."
         self.index = layer
         self.engram = None
         if config.engram is not None and layer in config.engram.layers:
@@ -166,29 +148,8 @@ class _Layer:
         self.compressor = None
         if layer in config.kv_sources:
             self.compressor = Compressor(config, layer, load, rotation, formats)
-        self.attention_norm = load.norm(f"{base}attn_norm", config.norm_eps)
-        self._attention = _Attention(config, layer, load, rotation, formats)
-        self._attention_mixer = Mixer(config, f"{base}hc_attn", load)
-        self._experts_norm = load.norm(f"{base}ffn_norm", config.norm_eps)
-        self._experts = Experts(config.experts, f"{base}ffn.", load)
-        self._experts_mixer = Mixer(config, f"{base}hc_ffn", load)
-
-    def run(self, stream: Tensor, x: Tensor, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """Both sub-layers.
-
-        Args:
-            stream: [n, copies, hidden].
-            x: [n, hidden], attention input.
-            rows: which rows they are.
-
-        Returns:
-            The stream afterwards, and the weights that collapse it, [n, copies].
-        """
-        mix = self._attention_mixer(stream)
-        stream = mix.apply(stream, self._attention(x, rows))
-        x = self._experts_norm(collapse(stream, mix.collapse))
-        mix = self._experts_mixer(stream)
-        return mix.apply(stream, self._experts(x)), mix.collapse
+        self.attention = _Attention(config, layer, load, rotation, formats)
+        self.block = Block(config, f"layers.{layer}.", config.experts, load)
 
 
 class V41:
@@ -198,7 +159,7 @@ class V41:
         load = Loader(request)
         self.spec = request.spec
         self._config, self._compacts = config, options.decoder == "compact"
-        self._ops = request.ops
+        self._ops, self._load = request.ops, load
         self._names = [group.name for group in request.spec.groups]
         self._hasher = None
         if config.engram is not None:
@@ -216,9 +177,9 @@ class V41:
             return Rotation(request.ops.rope, spec, longest, load.dtype, request.device)
 
         plain, compressed = rotation(config.rope), rotation(config.compressed_rope)
-        formats = CacheFormats()
+        self._plain, self._formats = plain, CacheFormats()
         self._layers = [
-            _Layer(config, layer, load, compressed if ratio else plain, formats)
+            _Layer(config, layer, load, compressed if ratio else plain, self._formats)
             for layer, ratio in enumerate(config.ratios)
         ]
 
@@ -230,6 +191,21 @@ class V41:
     def head(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, vocab_size] float32."""
         return self._head(hidden.to(self._head_dtype))
+
+    def block_drafter(self) -> V41BlockDrafter | None:
+        """Build the draft layers of the checkpoint, which nothing else reads; None without any."""
+        draft = self._config.draft
+        if draft is None:
+            return None
+        return V41BlockDrafter(
+            self._config,
+            draft,
+            self._load,
+            self._plain,
+            self._formats,
+            noise=self.embed(torch.tensor([draft.noise_token_id]))[0],
+            head=self._head,
+        )
 
     def forward(self, step: StepContext) -> Tensor:
         """[num_logits, hidden_size] of the rows whose logits are wanted."""
@@ -247,7 +223,7 @@ class V41:
                 continue
             if layer.engram is not None:
                 stream = layer.engram.add(stream, found[layer.index])
-            x = layer.attention_norm(collapse(stream, weights))
+            x = layer.block.enter(stream, weights)
             if layer.compressor is not None:
                 layer.compressor.write(x, rows)
             if layer.index == config.first_decoder_layer and self._compacts:
@@ -256,7 +232,8 @@ class V41:
                 if rows.kept is not None:
                     stream, weights, x = (part[rows.kept] for part in (stream, weights, x))
             if stream.shape[0]:
-                stream, weights = layer.run(stream, x, rows)
+                attention = partial(layer.attention, rows=rows)
+                stream, weights = layer.block.run(stream, x, attention)
             self._tap(step, f"layer.{layer.index}", stream, rows)
         wanted = self._wanted(step, rows)
         return self._norm(collapse(stream[wanted], weights[wanted]))

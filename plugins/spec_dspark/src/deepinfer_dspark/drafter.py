@@ -9,7 +9,13 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
+from deepinfer_core.interfaces.drafter import (
+    BlockDrafter,
+    CommittedRows,
+    Draft,
+    DraftOutcome,
+    DraftRequest,
+)
 from deepinfer_core.requests import SamplingParams
 from deepinfer_core.sampling import (
     Candidates,
@@ -20,7 +26,6 @@ from deepinfer_core.sampling import (
 )
 from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.context import ContextCache, feature_rows
-from deepinfer_dspark.runner import DraftRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -66,11 +71,12 @@ class DsparkDrafter:
         replay_tokens: positions wanted again after a prefix was found in the cache.
         independent: draw drafts with noise of their own and report distributions, as
             ``rejection`` needs it, instead of with the target's noise.
+        block_size: most drafts of a pass, 0 = as many as the network makes.
     """
 
     def __init__(
         self,
-        runner: DraftRunner,
+        runner: BlockDrafter,
         *,
         embed: Any,
         draft_vocab_ids: Tensor,
@@ -78,14 +84,15 @@ class DsparkDrafter:
         calibration: OnlineCalibration,
         replay_tokens: int,
         independent: bool = False,
+        block_size: int = 0,
     ) -> None:
-        shape = runner.network.shape
-        self.taps = shape.taps
+        self.taps = runner.taps
         self.replay_tokens = min(replay_tokens, runner.window or replay_tokens)
         self._runner, self._embed = runner, embed
         self._ids, self._vocab_size = draft_vocab_ids, vocab_size
         self._calibration = calibration
         self._independent = independent
+        self._block_size = block_size or runner.block_size
         self._contexts: dict[int, ContextCache] = {}
         self._drafted: dict[int, list[float]] = {}
 
@@ -153,8 +160,7 @@ class DsparkDrafter:
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Draft one block for each request; see ``Drafter.propose``."""
-        block = self._runner.block_size
-        growing = [_Growing(request, min(request.limit, block)) for request in requests]
+        growing = [_Growing(request, min(request.limit, self._block_size)) for request in requests]
         active = [draft for draft in growing if draft.limit > 0]
         if active:
             self._draft(active)
@@ -177,13 +183,11 @@ class DsparkDrafter:
         self, active: list[_Growing], previous: Tensor, hidden: Tensor, base: Tensor
     ) -> None:
         """The left-to-right part: each draft depends on the one before."""
-        network = self._runner.network
-        markov = network.markov_head
-        state = markov.start(hidden[:, 0])
+        runner, state = self._runner, None
         for row in range(base.shape[1]):
-            embedded = markov.embed(previous)
-            out, state = markov.step(hidden[:, row], embedded, state)
-            logits = base[:, row] + markov.markov_w2(out)
+            embedded = runner.embed_previous(previous)
+            bias, state = runner.correct(hidden[:, row], embedded, state)
+            logits = base[:, row] + bias
             sure = self._confidence_logits(hidden[:, row], embedded, logits)
             likeliest = self._ids[logits.argmax(-1)].tolist()
             for index, draft in enumerate(active):
@@ -204,12 +208,10 @@ class DsparkDrafter:
 
         Without a confidence head the likelihood of the likeliest draft stands in.
         """
-        head = self._runner.network.confidence_head
-        if head is None:
-            likelihood = logits.softmax(-1).amax(-1)
-            found: list[float] = likelihood.clamp(max=1 - 1e-6).logit().tolist()
-            return found
-        found = head(hidden, embedded).tolist()
+        said = self._runner.confidence_logits(hidden, embedded)
+        if said is None:
+            said = logits.softmax(-1).amax(-1).clamp(max=1 - 1e-6).logit()
+        found: list[float] = said.tolist()
         return found
 
     def _draw(self, draft: _Growing, params: SamplingParams, row: int, logits: Tensor) -> int:

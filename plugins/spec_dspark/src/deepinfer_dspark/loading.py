@@ -11,7 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from deepinfer_core.errors import CompositionError
-from deepinfer_core.interfaces.drafter import DrafterContext
+from deepinfer_core.interfaces.drafter import BlockDrafter, DrafterContext
 from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.checkpoint import EMBEDDING, HEAD, DraftCheckpoint, load, probe_ids
 from deepinfer_dspark.config import DsparkConfig, Mtp1Config
@@ -32,6 +32,12 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         CheckpointError: its files cannot be used.
         CompositionError: the draft model does not fit the target; says in what.
     """
+    if not config.checkpoint and context.block_drafter is not None:
+        inside = context.block_drafter()
+        if inside is not None:
+            return _drafting_with(
+                inside, config, context, temperatures=temperatures(context.config)
+            )
     checkpoint = _find(config.checkpoint, context)
     return assemble(
         checkpoint,
@@ -39,6 +45,34 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         block_size=config.block_size,
         replay_tokens=config.replay_tokens,
         calibrate_every=config.calibrate_every,
+    )
+
+
+def _drafting_with(
+    inside: BlockDrafter,
+    config: DsparkConfig,
+    context: DrafterContext,
+    *,
+    temperatures: tuple[float, ...],
+) -> DsparkDrafter:
+    """Draft with what the target carries itself."""
+    if config.block_size > inside.block_size:
+        raise CompositionError(
+            f"block size {config.block_size}: this model's own drafter was trained for "
+            f"{inside.block_size}; lower drafter.block_size"
+        )
+    vocab_size = context.model_spec.vocab_size
+    return DsparkDrafter(
+        inside,
+        embed=context.model.embed,
+        draft_vocab_ids=torch.arange(vocab_size),
+        vocab_size=vocab_size,
+        calibration=OnlineCalibration(
+            inside.block_size, temperatures, every=config.calibrate_every
+        ),
+        replay_tokens=config.replay_tokens,
+        independent=context.verification == "rejection",
+        block_size=config.block_size,
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_dspark.context import ContextCache, KeysValues
+from deepinfer_core.interfaces.drafter import DraftContext
+from deepinfer_dspark.context import KeysValues
 from deepinfer_dspark.network import DraftAttention, DraftNetwork
 
 
@@ -34,6 +35,11 @@ class DraftRunner:
         self._windows = network.shape.windows
 
     @property
+    def taps(self) -> tuple[str, ...]:
+        """Target layers that are read."""
+        return self.network.shape.taps
+
+    @property
     def window(self) -> int:
         """Context positions that any layer ever sees, 0 = all."""
         return 0 if 0 in self._windows else max(self._windows)
@@ -45,14 +51,14 @@ class DraftRunner:
 
     @torch.inference_mode()
     def hidden(
-        self, anchors: Tensor, positions: Sequence[int], caches: Sequence[ContextCache]
+        self, anchors: Tensor, positions: Sequence[int], contexts: Sequence[DraftContext]
     ) -> Tensor:
         """The parallel part of a block for several sequences.
 
         Args:
             anchors: [n, hidden_size], embeddings of the anchors.
             positions: of the anchors.
-            caches: what each sequence's block sees.
+            contexts: what each sequence's block sees.
 
         Returns:
             [n, block_size, hidden_size], normed.
@@ -69,7 +75,7 @@ class DraftRunner:
             k, v = attention.keys_values(normed, cos, sin)
             mixed = [
                 self._attend(attention, index, cache, position, q[i], k[i], v[i])
-                for i, (cache, position) in enumerate(zip(caches, positions, strict=True))
+                for i, (cache, position) in enumerate(zip(contexts, positions, strict=True))
             ]
             x = layer.finish(x, torch.stack(mixed))
         out: Tensor = network.norm(x)
@@ -79,7 +85,7 @@ class DraftRunner:
         self,
         attention: DraftAttention,
         layer: int,
-        cache: ContextCache,
+        cache: DraftContext,
         position: int,
         q: Tensor,
         k: Tensor,
@@ -104,7 +110,7 @@ class DraftRunner:
         return out[0].transpose(0, 1)
 
     def _mask_rows(
-        self, cache: ContextCache, position: int, window: int, first: int, size: int
+        self, cache: DraftContext, position: int, window: int, first: int, size: int
     ) -> Tensor:
         """Later rows of a block see a little less of the past."""
         mask = torch.ones(self.block_size, size, dtype=torch.bool)
@@ -116,3 +122,24 @@ class DraftRunner:
     def base_logits(self, hidden: Tensor, rows: int) -> Tensor:
         """[n, block_size, hidden_size] -> logits of the first rows, [n, rows, draft_vocab_size]."""
         return hidden[:, :rows] @ self._head.T
+
+    def embed_previous(self, token_ids: Tensor) -> Tensor:
+        """[n] int64 -> [n, rank]."""
+        return self.network.markov_head.embed(token_ids)
+
+    def correct(
+        self, hidden: Tensor, embedded: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Bias of a row's logits by the token before, and the state for the next row."""
+        markov = self.network.markov_head
+        out, state = markov.step(hidden, embedded, markov.start(hidden) if state is None else state)
+        bias: Tensor = markov.markov_w2(out)
+        return bias, state
+
+    def confidence_logits(self, hidden: Tensor, embedded: Tensor) -> Tensor | None:
+        """[n], None without a confidence head."""
+        head = self.network.confidence_head
+        if head is None:
+            return None
+        found: Tensor = head(hidden, embedded)
+        return found

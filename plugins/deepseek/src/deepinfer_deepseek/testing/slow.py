@@ -75,10 +75,12 @@ class SlowV41:
         entries: dict[int, dict[int, tuple[Array, Array]]] = {}
         lists: dict[int, dict[int, list[int]]] = {}
         allowed: dict[int, set[int]] = {}
+        self.seen: dict[int, dict[int, Array]] = {}
         for layer, ratio in enumerate(self.ratios):
             base = f"layers.{layer}."
             if layer in c["engram_layer_ids"]:
                 streams = {p: self._engram(layer, x, tokens, p) for p, x in streams.items()}
+            self.seen[layer] = {p: x.mean(0) for p, x in streams.items()}
             inputs = {
                 p: self._rms(pre[p] @ streams[p], w[f"{base}attn_norm.weight"]) for p in streams
             }
@@ -111,6 +113,63 @@ class SlowV41:
             for p, stream in streams.items():
                 out[p] = w["head.weight"] @ self._rms(pre[p] @ stream, w["norm.weight"])
         return entries
+
+    def drafts(self, tokens: Sequence[int], num_prompt: int) -> tuple[list[int], list[float]]:
+        """The likeliest drafts after the last token, and the logits of their confidences.
+
+        Args:
+            tokens: the sequence; the last one is the anchor.
+            num_prompt: how many of them are the prompt.
+        """
+        c, w = self.c, self.w
+        self.logits(tokens[:-1], num_prompt=min(num_prompt, len(tokens) - 1))
+        targets, anchor = c["dspark_target_layer_ids"], len(tokens) - 1
+        past = [p for p in self.seen[targets[0]] if anchor - c["sliding_window"] <= p < anchor]
+        past = [p for p in past if all(p in self.seen[layer] for layer in targets)]
+        features = {
+            p: self._rms(
+                w["mtp.0.main_proj.weight"] @ np.concatenate([self.seen[x][p] for x in targets]),
+                w["mtp.0.main_norm.weight"],
+            )
+            for p in past
+        }
+        size, copies = c["dspark_block_size"], c.get("hc_mult", 4)
+        ids = [tokens[-1]] + [c["dspark_noise_token_id"]] * (size - 1)
+        streams = [np.tile(w["embed.weight"][token], (copies, 1)) for token in ids]
+        pre = [np.eye(copies)[0]] * size
+        drafts = c["num_nextn_predict_layers"]
+        chosen = self.c["num_experts_per_tok"]
+        for layer in range(drafts):
+            base = f"mtp.{layer}."
+            keys = [self._window_key(layer, 0, features[p], p, base) for p in past]
+            inputs = [
+                self._rms(a @ x, w[f"{base}attn_norm.weight"])
+                for a, x in zip(pre, streams, strict=True)
+            ]
+            keys += [self._window_key(layer, 0, x, anchor + i, base) for i, x in enumerate(inputs)]
+            for i, x in enumerate(inputs):
+                mix_pre, post, carry = self._mix(f"{base}hc_attn", streams[i])
+                q = self._rms(w[f"{base}attn.wq_a.weight"] @ x, w[f"{base}attn.q_norm.weight"])
+                y = self._attend(layer, 0, q, keys, anchor + i, base)
+                streams[i] = post[:, None] * y + carry.T @ streams[i]
+                mid = self._rms(mix_pre @ streams[i], w[f"{base}ffn_norm.weight"])
+                pre[i], post, carry = self._mix(f"{base}hc_ffn", streams[i])
+                self.c = {**c, "num_experts_per_tok": c.get("dspark_num_experts_per_tok", chosen)}
+                y = self._experts(f"{base}ffn.", mid)
+                self.c = c
+                streams[i] = post[:, None] * y + carry.T @ streams[i]
+        last, previous = f"mtp.{drafts - 1}.", tokens[-1]
+        found, sure = [], []
+        for i in range(size):
+            hidden = pre[i] @ streams[i]
+            markov = w[f"{last}markov_head.embed.weight"][previous]
+            logits = w["head.weight"] @ self._rms(hidden, w[f"{last}norm.weight"])
+            logits = logits + w[f"{last}markov_head.head.weight"] @ markov
+            seen = np.concatenate([hidden, markov])
+            sure.append(float(w[f"{last}confidence_head.proj.weight"][0] @ seen))
+            previous = int(logits.argmax())
+            found.append(previous)
+        return found, sure
 
     # ------------------------------------------------------------------------------ pieces
 
@@ -161,8 +220,10 @@ class SlowV41:
         turned[..., -dim::2], turned[..., -dim + 1 :: 2] = pairs.real, pairs.imag
         return turned
 
-    def _window_key(self, layer: int, ratio: int, x: Array, p: int) -> Array:
-        base = f"layers.{layer}.attn."
+    def _window_key(
+        self, layer: int, ratio: int, x: Array, p: int, base: str | None = None
+    ) -> Array:
+        base = f"{base or f'layers.{layer}.'}attn."
         kv = self._rms(self.w[f"{base}wkv.weight"] @ x, self.w[f"{base}kv_norm.weight"])
         return self._turn(kv, ratio, p)
 
@@ -221,8 +282,16 @@ class SlowV41:
             allowed[p] = {b * size + i for b in best for i in range(size)}
         return sorted(score, key=lambda j: (-score[j], j))[: c["index_topk"]]
 
-    def _attend(self, layer: int, ratio: int, q_low: Array, keys: list[Array], p: int) -> Array:
-        c, base = self.c, f"layers.{layer}.attn."
+    def _attend(
+        self,
+        layer: int,
+        ratio: int,
+        q_low: Array,
+        keys: list[Array],
+        p: int,
+        base: str | None = None,
+    ) -> Array:
+        c, base = self.c, f"{base or f'layers.{layer}.'}attn."
         heads, dim = c["num_attention_heads"], c["head_dim"]
         q = self._turn((self.w[f"{base}wq_b.weight"] @ q_low).reshape(heads, dim), ratio, p)
         out = np.zeros((heads, dim))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind, ReplayRule
 from deepinfer_core.testing.cache_harness import cache_groups
@@ -39,7 +40,16 @@ def windows(page_size: int, window: int) -> tuple[CacheGroupSpec, ...]:
     return hybrid(page_size, window)[1:]
 
 
+def with_fresh(page_size: int, window: int) -> tuple[CacheGroupSpec, ...]:
+    """Besides, a group of which nothing is needed on a hit."""
+    full, windowed = hybrid(page_size, window)
+    fresh = evolve(windowed, name="fresh", layers=(3,), replay=(ReplayRule.FRESH,))
+    return full, windowed, fresh
+
+
 CASES = [
+    (with_fresh, PrefixConfig(replay="snapshot")),
+    (with_fresh, PrefixConfig(replay="bounded", replay_tokens=3)),
     (cache_groups, PrefixConfig()),
     (hybrid, PrefixConfig()),
     (hybrid, PrefixConfig(replay="snapshot")),

@@ -35,6 +35,13 @@ def test_exact_replay_reaches_back_through_every_window_layer() -> None:
     assert exact_rows(more) == 3 * 127 + 2 * 511
 
 
+def test_groups_that_need_nothing_are_not_replayed() -> None:
+    fresh = group(GroupKind.WINDOW, layers=5, window=64, replay=(ReplayRule.FRESH,))
+    assert exact_rows((*BOTH, fresh)) == exact_rows(BOTH)
+    rules = rules_for((*BOTH, fresh), PrefixConfig())
+    assert (rules.windows, rules.fresh) == ((1,), (2,))
+
+
 def test_auto_is_exact_unless_the_model_says_otherwise() -> None:
     rules = rules_for(BOTH, PrefixConfig())
     assert (rules.snapshots, rules.replay_rows, rules.replay_is_exact) == (True, 3 * 127, True)

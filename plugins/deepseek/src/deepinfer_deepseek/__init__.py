@@ -19,7 +19,7 @@ LATENT = "deepseek.latent"
 """Feature of attention backends: vectors that are key and value at once, chosen entry by entry."""
 
 ARCHITECTURES = frozenset({"DeepseekV41ForCausalLM"})
-"""What the models of this plugin answer to."""
+"""What the models with such caches answer to."""
 
 
 def _lazy(module: str) -> Callable[[Any, Any], Any]:
@@ -39,7 +39,7 @@ def _serves(facts: Facts) -> str | None:
 
 @hookimpl
 def deepinfer_models() -> tuple[AnyComponent, ...]:
-    """Offer DeepSeek-V4.1."""
+    """Offer DeepSeek-V4.1 and DeepSeek-V3."""
     return (
         Component(
             name="deepseek-v41",
@@ -49,6 +49,13 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             offers={Feature.TAPS, Feature.BLOCK_DRAFT},
             tags=ARCHITECTURES,
             summary="DeepSeek-V4.1, text",
+        ),
+        Component(
+            name="deepseek-v3",
+            build=_lazy("v3"),
+            offers={Feature.TAPS},
+            tags={"DeepseekV3ForCausalLM"},
+            summary="DeepSeek-V3 and R1: latent attention",
         ),
     )
 

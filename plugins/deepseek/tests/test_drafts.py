@@ -59,7 +59,7 @@ class Context:
 @pytest.mark.parametrize(("length", "keep"), [(41, 0), (41, KEEP), (5, 0), (9, KEEP)])
 def test_drafts_are_those_of_the_slow_model(drafting: Path, length: int, keep: int) -> None:
     """Context shorter and longer than the window, whole and from a truncated decoder."""
-    options = {"decoder": "compact", "decoder_keep": keep} if keep else {}
+    options: dict[str, Any] = {"decoder": "compact", "decoder_keep": keep} if keep else {}
     model, tokens = harness(drafting, **options), tokens_of(length + 1, 2)
     model.open(1, length)
     rows, at, cut = [], 0, max(0, length - keep) if keep else 0

@@ -104,7 +104,8 @@ def row_numbers(hashes: Hashes, compressed: Int64) -> Int64:
 
 def compressed_ids(tokenizer: Tokenizer, vocab_size: int) -> Int64:
     """[vocab_size], int64: one number for all tokens whose text normalises alike, as first seen."""
-    normalise, known = _normaliser(), {}
+    normalise = _normaliser()
+    known: dict[str, int] = {}
     ids = np.empty(vocab_size, np.int64)
     for token in range(vocab_size):
         text = tokenizer.decode([token], skip_special_tokens=False)

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 import deepinfer_deepseek
-from deepinfer_core.config import EngineConfig, EngineOptions
+from deepinfer_core.config import Choice, EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_deepseek.options import V41Options
@@ -88,14 +88,16 @@ def test_drafts_are_those_of_the_slow_model(drafting: Path, length: int, keep: i
     assert sure == pytest.approx(logits, abs=1e-11)
 
 
-def answers(folder: Path, drafter: Any, **params: Any) -> tuple[list[Any], int]:
+def answers(
+    folder: Path, drafter: Any, budget: Any = "fixed", **params: Any
+) -> tuple[list[Any], int]:
     """Tokens and log-probabilities of two requests, and how many drafts were judged."""
     dspark = pytest.importorskip("deepinfer_dspark")
     config = EngineConfig(
         model=str(folder),
         cache="pages",
         drafter=drafter,
-        budget="fixed",
+        budget=budget,
         model_component=V41Options(decoder_keep=KEEP),
         engine=EngineOptions(page_size=8, kv_pages=160, max_batch_tokens=32, max_drafts=5),
     )
@@ -126,6 +128,12 @@ def test_answers_are_the_same_with_drafts(drafting: Path, params: dict[str, Any]
     assert drafted == plain
     assert none == 0
     assert judged > 20
+
+
+def test_a_budget_that_measures_steps_serves_it(drafting: Path) -> None:
+    budget = Choice(use="lagged", options={"cost_folder": ""})
+    plain, _ = answers(drafting, "none", temperature=0.0)
+    assert answers(drafting, "dspark", budget, temperature=0.0)[0] == plain
 
 
 def test_a_checkpoint_without_draft_layers_offers_none(tiny: Path) -> None:

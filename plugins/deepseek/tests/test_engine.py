@@ -60,6 +60,13 @@ class Runner:
     def computed(self) -> int:
         return self.engine.stats().num_computed_tokens
 
+    def poison(self) -> None:
+        """Fill all memory of the cache with NaN: what nobody wrote must not be read."""
+        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
+        for storage in storages:
+            for tensor in (*storage._keys, *storage._values):
+                tensor.fill_(float("nan"))
+
     def pages(self, *names: str) -> dict[str, list[bytes]]:
         """Everything that some groups hold."""
         storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
@@ -96,7 +103,9 @@ def make(tiny: Path) -> Iterator[Make]:
         engines.append(
             Engine.from_config(config, [prefix, deepinfer_deepseek], discover=False, environ={})
         )
-        return Runner(engines[-1])
+        made = Runner(engines[-1])
+        made.poison()
+        return made
 
     yield runner
     for engine in engines:
@@ -270,3 +279,26 @@ def test_images_are_refused_and_hurt_nobody_else(make: Make, tmp_path: Path) -> 
 def test_named_options_reach_the_model(make: Make) -> None:
     runner = make(options=Choice(use="deepseek-v41", options={"decoder": "off"}))
     assert runner.engine.spec.decoder_keep == 0
+
+
+@pytest.mark.parametrize("batch", [1, 5, 13])
+def test_a_bounded_replay_does_not_depend_on_chunks(make: Make, batch: int) -> None:
+    """Also where one ends within the replayed rows, or at the end of the hit."""
+    prompt, results = [*tokens_of(61), *tokens_of(9, 1)], []
+    for tokens in (batch, 64):
+        runner = make(bounded(12), max_batch_tokens=tokens)
+        runner.run(tokens_of(61), max_tokens=1)
+        found = runner.run(prompt)
+        # An entry of two tokens is found whole or not at all.
+        assert (found.cached_tokens, found.exact) == (60, False)
+        results.append(bits(found))
+    assert results[0] == results[1]
+
+
+def test_a_hit_no_longer_than_the_replay_is_none(make: Make) -> None:
+    prompt = [*tokens_of(16), *tokens_of(20, 1)]
+    runner = make()
+    runner.run(tokens_of(16), max_tokens=1)
+    found = runner.run(prompt)
+    assert (found.cached_tokens, found.exact) == (0, True)
+    assert bits(found) == bits(make("pages").run(prompt))

@@ -216,6 +216,12 @@ class LatentAttention:
 
     def __init__(self, context: AttentionContext) -> None:
         self._context = context
+        served = (GroupKind.WINDOW, GroupKind.COMPRESSED)
+        if foreign := [group.name for group in context.groups if group.kind not in served]:
+            raise CompositionError(
+                "attention 'latent' serves windows and compressed entries only, not the cache "
+                f"groups {', '.join(foreign)}; set attention.use to 'auto'"
+            )
         if context.batch_invariant:
             for group in context.groups:
                 _require_invariance(group, context)

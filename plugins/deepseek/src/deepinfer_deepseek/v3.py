@@ -392,7 +392,7 @@ class _Mixture:
 
 
 def _first(scores: Tensor, count: int) -> Tensor:
-    return scores.sort(-1, descending=True, stable=True).indices[:, :count]
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 class V3:

@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer_core.checkpoint.mapped import map_file
 from deepinfer_core.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -86,11 +87,9 @@ def _map(path: Path) -> npt.NDArray[np.uint8]:
     try:
         if path.stat().st_size < len(MAGIC):
             raise _bad(path, "the file is shorter than a GGUF signature")
-        # Copy-on-write: torch wants writable memory, and the file must never change through it.
-        mapped = np.memmap(path, dtype=np.uint8, mode="c")
+        return map_file(path)
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror or error}") from error
-    return mapped.view(np.ndarray)
 
 
 def _bad(path: Path, *problems: str) -> CheckpointError:

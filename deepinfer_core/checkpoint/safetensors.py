@@ -7,6 +7,7 @@ it is opened and reported at once.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from deepinfer_core.checkpoint.mapped import map_file
 from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.text.tokenizer import Tokenizer
@@ -25,7 +28,7 @@ from deepinfer_core.text.tokenizer import Tokenizer
 _INDEX = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 _MAX_HEADER_BYTES = 100_000_000
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -43,6 +46,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""What the format calls them."""
 
 
 class SafetensorsFormat:
@@ -69,12 +73,17 @@ class SafetensorsFormat:
 
 @attrs.frozen(kw_only=True)
 class _Entry:
-    """One tensor by its shard's header; ``num_bytes`` is its size in the shard."""
+    """One tensor by its shard's header: bytes ``start`` to ``end`` of the file."""
 
     shard: Path
     shape: tuple[int, ...]
-    dtype: str
-    num_bytes: int
+    dtype: torch.dtype
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
 
 
 class SafetensorsCheckpoint:
@@ -82,24 +91,25 @@ class SafetensorsCheckpoint:
 
     Args:
         path: a directory in Hugging Face layout, or one file beside a ``config.json``.
+        config_only: look for no weights; the checkpoint then has no tensors.
 
     Raises:
         CheckpointError: files are missing, damaged or contradict each other; all problems are
             listed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, config_only: bool = False) -> None:
         self._path = path
         self._directory = path if path.is_dir() else path.parent
         problems: list[str] = []
         self._config = _read_json(self._directory / "config.json", problems, required=True)
-        self._entries = _read_entries(path, problems)
-        self._shards: dict[Path, Any] = {}
+        self._entries = {} if config_only else _read_entries(path, problems)
+        self._shards: dict[Path, npt.NDArray[np.uint8]] = {}
         for shard in sorted({entry.shard for entry in self._entries.values()}):
             try:
-                self._shards[shard] = safe_open(shard, framework="pt", device="cpu")
-            except Exception as error:  # the library has no public error type for damaged files
-                problems.append(f"{shard.name}: {error}")
+                self._shards[shard] = map_file(shard)
+            except OSError as error:
+                problems.append(f"{shard.name}: {error.strerror or error}")
         if problems:
             raise CheckpointError(f"the checkpoint {path} cannot be used", problems)
 
@@ -125,7 +135,7 @@ class SafetensorsCheckpoint:
     def info(self, name: str) -> TensorInfo:
         """Describe a tensor without reading it."""
         entry = self._entry(name)
-        dtype = str(_DTYPES[entry.dtype]).removeprefix("torch.")
+        dtype = str(entry.dtype).removeprefix("torch.")
         return TensorInfo(
             name=name, shape=entry.shape, dtype=dtype, format=dtype, num_bytes=entry.num_bytes
         )
@@ -135,8 +145,10 @@ class SafetensorsCheckpoint:
         entry = self._entry(name)
         if entry.shard not in self._shards:
             raise CheckpointError(f"{self._path} was closed")
-        tensor: Tensor = self._shards[entry.shard].get_tensor(name)
-        return tensor
+        data = torch.from_numpy(self._shards[entry.shard][entry.start : entry.end])
+        if data.data_ptr() % entry.dtype.itemsize:
+            data = data.clone()
+        return data.view(entry.dtype).reshape(entry.shape)
 
     def read_packed(self, name: str) -> PackedTensor | None:
         """Return None: safetensors files hold dense tensors."""
@@ -270,8 +282,7 @@ def _contradictions(
 def _read_header(shard: Path) -> dict[str, _Entry]:
     """Parse a shard's header and check it against the size of the file.
 
-    The ``safetensors`` package does the same check, but stops at the first problem and does not
-    say which tensor it found.
+    As the format demands, tensors fill the file without holes or overlaps.
     """
     if not shard.is_file():
         raise CheckpointError("the file is missing")
@@ -285,22 +296,32 @@ def _read_header(shard: Path) -> dict[str, _Entry]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = {name: _entry(shard, value) for name, value in header.items()}
-        end = max((value["data_offsets"][1] for value in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        start = end = 8 + length
+        entries = {name: _entry(shard, start, value) for name, value in header.items()}
+        for name, entry in sorted(entries.items(), key=_place):
+            if entry.start != end:
+                raise ValueError(f"tensor {name!r} does not begin where the one before it ends")
+            end = entry.end
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"corrupt header: {error}") from error
-    if 8 + length + end != size:
+    if end != size:
         raise CheckpointError(
-            f"truncated or damaged: the header promises {8 + length + end:,} bytes, "
-            f"the file has {size:,}"
+            f"truncated or damaged: the header promises {end:,} bytes, the file has {size:,}"
         )
     return entries
 
 
-def _entry(shard: Path, value: Mapping[str, Any]) -> _Entry:
-    start, end = value["data_offsets"]
-    if value["dtype"] not in _DTYPES:
+def _place(item: tuple[str, _Entry]) -> tuple[int, int]:
+    return item[1].start, item[1].end
+
+
+def _entry(shard: Path, origin: int, value: Mapping[str, Any]) -> _Entry:
+    shape, (start, end) = tuple(value["shape"]), value["data_offsets"]
+    if value["dtype"] not in DTYPES:
         raise ValueError(f"unknown dtype {value['dtype']!r}")
-    return _Entry(
-        shard=shard, shape=tuple(value["shape"]), dtype=value["dtype"], num_bytes=end - start
-    )
+    dtype = DTYPES[value["dtype"]]
+    if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
+        raise ValueError(f"shape {list(shape)} at {start}:{end} is not made of whole numbers")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{value['dtype']} {list(shape)} does not fill bytes {start}:{end}")
+    return _Entry(shard=shard, shape=shape, dtype=dtype, start=origin + start, end=origin + end)

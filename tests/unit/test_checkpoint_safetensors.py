@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint, SafetensorsFormat
+from deepinfer_core.checkpoint.safetensors import DTYPES, SafetensorsCheckpoint, SafetensorsFormat
 from deepinfer_core.errors import CheckpointError, TokenizerError
 from deepinfer_core.interfaces.checkpoint import Checkpoint, CheckpointFormat
 
@@ -209,3 +210,64 @@ def test_the_chat_template_is_found_in_all_its_places(sharded: Path) -> None:
 def test_a_missing_tokenizer_is_named(sharded: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
         SafetensorsCheckpoint(sharded).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"x": ([2], 0, 8), "y": ([2], 12, 20)}, "'y' does not begin where the one before it ends"),
+        ({"x": ([2], 0, 8), "y": ([3], 4, 16)}, "'y' does not begin where the one before it ends"),
+        ({"x": ([2], 0, 12)}, r"F32 \[2\] does not fill bytes 0:12"),
+        ({"x": ([-2], 0, -8)}, "is not made of whole numbers"),
+        ({"x": ([True], 0, 4)}, "is not made of whole numbers"),
+    ],
+)
+def test_tensors_fill_the_file_without_holes(
+    tmp_path: Path, entries: dict[str, Any], problem: str
+) -> None:
+    header = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        for name, (shape, start, end) in entries.items()
+    }
+    raw = json.dumps(header).encode()
+    (tmp_path / FIRST).write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(20))
+    write_json(tmp_path / "config.json", {})
+    (found,) = problems_of(tmp_path)
+    assert re.search(problem, found)
+
+
+def test_every_dtype_reads_back_from_any_address(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    names = sorted(name for name in vars(torch) if isinstance(getattr(torch, name), torch.dtype))
+    raw = torch.randint(0, 2, (16,), generator=generator, dtype=torch.uint8)
+    stored = {"a.odd": torch.ones(3, dtype=torch.uint8), "empty": torch.zeros(0, 4)}
+    known = [dtype for name in names if (dtype := getattr(torch, name)) in DTYPES.values()]
+    stored |= {f"b.{dtype}": raw.view(dtype) for dtype in known}
+    save_file(stored, tmp_path / FIRST)
+    # The library pads headers; a header of odd length puts every tensor at an odd address.
+    whole = (tmp_path / FIRST).read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = whole[8 : 8 + length].rstrip() + b" " * (length % 2)
+    header += b" " if len(header) % 2 == 0 else b""
+    (tmp_path / FIRST).write_bytes(struct.pack("<Q", len(header)) + header + whole[8 + length :])
+    write_json(tmp_path / "config.json", {})
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    for name, expected in stored.items():
+        found = checkpoint.read(name)
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.data_ptr() % found.dtype.itemsize == 0
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_writing_to_a_tensor_leaves_the_file_alone(sharded: Path) -> None:
+    before = (sharded / FIRST).read_bytes()
+    SafetensorsCheckpoint(sharded).read("a.weight").zero_()
+    assert (sharded / FIRST).read_bytes() == before
+    assert torch.equal(SafetensorsCheckpoint(sharded).read("a.weight"), tensors()["a.weight"])
+
+
+def test_a_configuration_alone_has_no_tensors(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llama", "eos_token_id": 2})
+    checkpoint = SafetensorsCheckpoint(tmp_path, config_only=True)
+    assert (checkpoint.names(), checkpoint.total_bytes) == ((), 0)
+    assert checkpoint.generation_config() == {"eos_token_id": [2]}

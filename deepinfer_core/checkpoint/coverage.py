@@ -30,7 +30,9 @@ class _Described(Protocol):
 def check_coverage(
     checkpoint: _Described, specs: Sequence[WeightSpec], ignore: Sequence[str] = KNOWN_BUFFERS
 ) -> None:
-    """Compare a checkpoint's tensors with a model's, names and shapes, without reading weights.
+    """Compare a checkpoint's tensors with a model's, without reading weights.
+
+    Names, shapes and formats are compared.
 
     Args:
         checkpoint: what is there.
@@ -38,29 +40,34 @@ def check_coverage(
         ignore: regular expressions of names that may be there without being expected.
 
     Raises:
-        CheckpointError: tensors are missing, misshaped or unexpected; all are listed (each kind up
-            to fifty).
+        CheckpointError: tensors are missing, misshaped, of a wrong format or unexpected; all are
+            listed (each kind up to fifty).
     """
     present = set(checkpoint.names())
+    if specs and not present:
+        raise CheckpointError("there are no weights, only a configuration; fetch the weights")
     expected = {spec.name: spec for spec in specs}
-    missing, misshaped = [], []
+    missing, misshaped, wrong = [], [], []
     for name, spec in expected.items():
         if name not in present:
             if not spec.optional:
                 missing.append(f"missing: {name} {list(spec.shape)}")
             continue
-        shape = checkpoint.info(name).shape
-        if shape != spec.shape:
+        info = checkpoint.info(name)
+        if info.shape != spec.shape:
             misshaped.append(
-                f"misshaped: {name} is {list(shape)}, the model expects {list(spec.shape)}"
+                f"misshaped: {name} is {list(info.shape)}, the model expects {list(spec.shape)}"
             )
+        if spec.formats and info.format not in spec.formats:
+            expects = " or ".join(spec.formats)
+            wrong.append(f"wrong format: {name} is {info.format}, the model expects {expects}")
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignore) or r"(?!)")
     unexpected = [
         f"unexpected: {name} {list(checkpoint.info(name).shape)}"
         for name in sorted(present - expected.keys())
         if not ignored.fullmatch(name)
     ]
-    problems = [*_clip(missing), *_clip(misshaped), *_clip(unexpected)]
+    problems = [*_clip(missing), *_clip(misshaped), *_clip(wrong), *_clip(unexpected)]
     if problems:
         raise CheckpointError("the checkpoint does not fit the model", problems)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 BLOCK = 32
 """Numbers that share a scale."""
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the three low bits of a number stand for; the fourth is its sign."""
 _BIAS = 127
 
 
@@ -26,7 +27,7 @@ def expand(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [rows, num_blocks * 32], float32.
     """
-    values = torch.tensor(_MAGNITUDES + tuple(-value for value in _MAGNITUDES))
+    values = torch.tensor(MAGNITUDES + tuple(-value for value in MAGNITUDES))
     values = values.to(blocks.device)
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     exponents = scales.to(torch.int32) - _BIAS

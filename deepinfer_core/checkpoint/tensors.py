@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import attrs
@@ -41,6 +42,7 @@ class PackedTensor:
         shape: of the dense tensor that the blocks stand for.
         block_size: dense elements per block.
         bytes_per_block: bytes per block.
+        scales: where the format keeps them apart from the blocks; None where blocks hold their own.
     """
 
     format: str
@@ -48,6 +50,18 @@ class PackedTensor:
     shape: tuple[int, ...]
     block_size: int
     bytes_per_block: int
+    scales: Tensor | None = None
+
+
+class Kept(StrEnum):
+    """How a model holds a weight while it runs."""
+
+    DENSE = "dense"
+    """In memory, in the dtype of the computation, unless kernels say that they take it packed."""
+    PACKED = "packed"
+    """In memory as the file stores it, expanded where it is used."""
+    MAPPED = "mapped"
+    """In the mapped file, from which single rows are read."""
 
 
 @attrs.frozen(kw_only=True)
@@ -58,8 +72,15 @@ class WeightSpec:
         name: in Hugging Face terms.
         shape: expected dense shape.
         optional: whether the checkpoint may lack it (a tied output head, for example).
+        formats: what the file may store it as, in terms of ``TensorInfo.format``, that of published
+            checkpoints first; empty means anything.
+        kept: how the model holds it.
+        stored_bytes: of the published format, 0 where that is a dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     optional: bool = False
+    formats: tuple[str, ...] = ()
+    kept: Kept = Kept.DENSE
+    stored_bytes: int = 0

@@ -64,14 +64,17 @@ def plan_model(
     environ: Mapping[str, str],
     *,
     offline: bool = False,
+    config_only: bool = False,
     progress: Any = None,
 ) -> tuple[Plan, FoundModel]:
     """Compose for the configured model; reads no weight and touches no device.
 
+    See ``find`` for the arguments.
+
     Raises:
         DeepInferError: whatever makes the engine impossible.
     """
-    found = find(config, host, environ, offline=offline, progress=progress)
+    found = find(config, host, environ, offline=offline, config_only=config_only, progress=progress)
     plan = compose(host, config, model=found.facts)
     return plan, found
 

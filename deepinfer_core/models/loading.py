@@ -37,7 +37,10 @@ class WeightLoader:
             return _stacked([self.tensor(name) for name in names])
         packed = [self._request.read_packed(name) for name in names]
         kinds = {None if part is None else part.format for part in packed}
-        if len(kinds) == 1 and kinds <= set(formats):
+        apart = len(packed) > 1 and any(
+            part is not None and part.scales is not None for part in packed
+        )
+        if len(kinds) == 1 and kinds <= set(formats) and not apart:
             return _stacked_blocks(packed)
         return _stacked([self._request.read(name).to(self._request.device) for name in names])
 

@@ -62,6 +62,19 @@ def test_buffers_that_models_compute_are_ignored() -> None:
         check_coverage(Described({name: (4,)}), [], ignore=())
 
 
+def test_a_format_that_the_model_cannot_use_is_named_beside_other_problems() -> None:
+    specs = [
+        WeightSpec(name="a", shape=(2,), formats=("bfloat16", "float32")),
+        WeightSpec(name="b", shape=(3,), formats=("int64", "int32")),
+    ]
+    with pytest.raises(CheckpointError) as caught:
+        check_coverage(Described({"a": (2,), "b": (2,)}), specs)
+    assert caught.value.problems == (
+        "misshaped: b is [2], the model expects [3]",
+        "wrong format: b is float32, the model expects int64 or int32",
+    )
+
+
 def test_long_lists_are_cut() -> None:
     with pytest.raises(CheckpointError) as caught:
         check_coverage(Described({}), [spec(f"w{index}", 1) for index in range(80)])

@@ -56,6 +56,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "Run the contract of an installed component.",
     ),
     "generate": ("deepinfer_core.cli.generate", "generate", "Continue a text."),
+    "inspect": (
+        "deepinfer_core.cli.inspect",
+        "inspect",
+        "Say what a checkpoint holds and needs, without loading it.",
+    ),
     "models": ("deepinfer_core.cli.models", "models", "List the models known by name."),
     "plan": (
         "deepinfer_core.cli.plan",

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def plan(config_file: Path | None, as_json: bool, with_ops: bool, engine_args: EngineArgs) -> None:
     """Print what was chosen for each slot, what was refused, and why.
 
-    Reads no weights and fetches nothing; a model that is not on this machine is left out.
+    Reads no weights and fetches nothing; a model that is not on this machine is left out. A folder
+    that holds nothing but a config.json will do.
     """
     config, host = with_file(engine_args, config_file).open()
     made = plan_offline(config, host)
@@ -62,7 +63,7 @@ def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
 
     from deepinfer_core.engine.assembly import describe_drafts, plan_model
 
-    made, found = plan_model(config, host, os.environ, offline=True)
+    made, found = plan_model(config, host, os.environ, offline=True, config_only=True)
     try:
         layers = (f"{group.name}: {len(group.layers)} layers" for group in found.spec.groups)
         switch = made.config.engine.batch_invariant

@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
+from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.components import Slot
 from deepinfer_core.config import Choice, EngineConfig
 from deepinfer_core.errors import CheckpointError, CompositionError
@@ -46,9 +47,18 @@ def find(
     environ: Mapping[str, str],
     *,
     offline: bool = False,
+    config_only: bool = False,
     progress: Any = None,
 ) -> FoundModel:
     """Locate, open and describe the configured model; reads configuration files only.
+
+    Args:
+        config: names the model.
+        host: the plugins.
+        environ: says where models are kept.
+        offline: never touch the network.
+        config_only: a configuration without weights will do; the checkpoint then has no tensors.
+        progress: told about downloads.
 
     Raises:
         PullError: it cannot be found or fetched.
@@ -62,9 +72,11 @@ def find(
         hf_home=hugging_face_home(environ),
         progress=progress,
     )
-    format_name, checkpoint = _open(path, config.checkpoint, host)
+    format_name, checkpoint = open_checkpoint(
+        path, config.checkpoint, host, config_only=config_only
+    )
     architecture = architecture_of(checkpoint.config, path)
-    family = _family(architecture, config.model_component, host)
+    family = family_of(architecture, config.model_component, host)
     spec = family.describe(checkpoint.config, page_size=config.engine.page_size, kv_dtype="float32")
     facts = ModelFacts(
         name=str(config.model),
@@ -91,7 +103,20 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> str:
     return names[0]
 
 
-def _open(path: Path, choice: Choice, host: PluginHost) -> tuple[str, Checkpoint]:
+def open_checkpoint(
+    path: Path, choice: Choice, host: PluginHost, *, config_only: bool = False
+) -> tuple[str, Checkpoint]:
+    """Open a checkpoint with the first reader that takes it; returns the reader's name, too.
+
+    Args:
+        path: a file or folder.
+        choice: the reader that is configured, or automatic.
+        host: the plugins.
+        config_only: a configuration without weights will do.
+
+    Raises:
+        CheckpointError: no reader takes it, or the one that does finds it damaged.
+    """
     named = not choice.is_auto and choice.use
     pool = [host.find(Slot.CHECKPOINT, choice.use)] if named else host.components(Slot.CHECKPOINT)
     refused = []
@@ -102,10 +127,17 @@ def _open(path: Path, choice: Choice, host: PluginHost) -> tuple[str, Checkpoint
             checkpoint: Checkpoint = reader.open(path)
             return component.name, checkpoint
         refused.append(f"{component.name} ({component.plugin}): {reason}")
+    if config_only and (path / "config.json").is_file():
+        return "", SafetensorsCheckpoint(path, config_only=True)
     raise CheckpointError(f"{path} is no checkpoint that an installed reader knows", refused)
 
 
-def _family(architecture: str, choice: Choice, host: PluginHost) -> ModelFamily:
+def family_of(architecture: str, choice: Choice, host: PluginHost) -> ModelFamily:
+    """What builds an architecture.
+
+    Raises:
+        CompositionError: nothing installed does.
+    """
     offered = host.components(Slot.MODEL)
     if not choice.is_auto and choice.use:
         pool = [host.find(Slot.MODEL, choice.use)]

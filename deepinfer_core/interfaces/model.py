@@ -42,7 +42,6 @@ class ModelSpec:
         max_position: longest sequence the model was made for, in tokens.
         groups: cache groups, in the order of ``Batch.groups``.
         weights: every tensor needed.
-        ignored_weights: regular expressions of tensors that may be there and are not read.
         needs: features that attention or cache must offer.
         eos_token_ids: ids that end a sequence, from the configuration.
         decoder_keep: prompt rows a truncating decoder keeps, 0 = no truncation.

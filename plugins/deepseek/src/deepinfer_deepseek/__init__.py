@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deepinfer_core import Component, Facts, Feature, hookimpl
+from deepinfer_core.components import Priority
 from deepinfer_core.hookspecs import AnyComponent
 from deepinfer_deepseek.options import V41Options
 
@@ -35,6 +36,19 @@ def _serves(facts: Facts) -> str | None:
     if facts.architecture and facts.architecture not in ARCHITECTURES:
         return f"serves DeepSeek's latent caches, not {facts.architecture}"
     return None
+
+
+@hookimpl
+def deepinfer_checkpoints() -> tuple[AnyComponent, ...]:
+    """Offer a reader of matrices in FP8 and FP4 with scales beside them."""
+    return (
+        Component(
+            name="deepseek",
+            build=_lazy("checkpoint.reader"),
+            priority=Priority.SPECIALIZED,
+            summary="directories of DeepSeek models, matrices in FP8 and FP4",
+        ),
+    )
 
 
 @hookimpl

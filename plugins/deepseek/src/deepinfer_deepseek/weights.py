@@ -1,109 +1,172 @@
-"""Every tensor of a V4.1 checkpoint by its published name, with the shape it expands to."""
+"""Every tensor of a DeepSeek-V4.1 checkpoint: name, shape, and how it is stored.
+
+Names have no prefix (the reader drops ``model.``); scales are not listed, they belong to their
+matrix. The first format of each weight is that of the published checkpoint.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deepinfer_core.checkpoint.tensors import WeightSpec
-from deepinfer_deepseek.config import DraftConfig, ExpertConfig, V41Config
+from deepinfer_core.checkpoint.tensors import Kept, WeightSpec
+from deepinfer_deepseek.checkpoint.matrices import FP4, FP8_ROWS, MatrixFormat
+from deepinfer_deepseek.config import DraftConfig, EngramConfig, ExpertConfig, V41Config
+from deepinfer_deepseek.quant.numbers import E4M3
 
-Shape = tuple[int, ...]
+FLOATS = ("bfloat16", "float32", "float16", "float64")
+"""Formats that any weight may have in a checkpoint of plain numbers."""
+PRECISE = ("float32", "bfloat16", "float16", "float64")
+"""Those of weights that are published in float32."""
 
 IGNORED = (
-    r"vision\..*",
-    r"aligner\..*",
+    r"(vision|aligner)\..*",
     r"image_(start|end|newline)",
-    r"mtp\.\d+\.(embed|head)\.weight",
+    r"mtp\.\d+\.(embed|head)\.weight",  # the backbone's
 )
-"""Names that may be there and are not read: the vision tower, and copies of embedding and head."""
+"""Tensors of published checkpoints that nothing here needs."""
 
 
 def weight_specs(config: V41Config) -> tuple[WeightSpec, ...]:
-    """Weights of the backbone and of the draft layers."""
-    table = (config.vocab_size, config.hidden_size)
-    shapes: dict[str, Shape] = {
-        "embed.weight": table,
-        "norm.weight": (config.hidden_size,),
-        "head.weight": table,
-    }
-    for layer in range(config.num_layers):
-        base = f"layers.{layer}."
-        shapes |= dict(_block(config, config.experts, base))
-        shapes |= dict(_compressed(config, layer, f"{base}attn."))
-        if config.engram is not None and layer in config.engram.layers:
-            shapes |= dict(_engram(config, layer, f"{base}engram."))
-    if config.draft is not None:
-        shapes |= dict(_draft(config, config.draft))
-    specs = [WeightSpec(name=name, shape=shape) for name, shape in shapes.items()]
-    # Image tokens choose their experts with another bias, which text never needs.
-    specs += [
-        WeightSpec(name=f"layers.{layer}.ffn.gate.bias_vl", shape=(experts,), optional=True)
-        for layer, experts in enumerate([config.experts.num_experts] * config.num_layers)
-    ]
-    return tuple(specs)
+    """Every tensor that a model of this configuration has."""
+    return tuple(_Names(config).all())
 
 
-def _block(config: V41Config, experts: ExpertConfig, base: str) -> Iterator[tuple[str, Shape]]:
-    """One layer without what only compressed layers have."""
-    hidden, dim, copies = config.hidden_size, config.head_dim, config.hc_copies
-    queries = config.num_heads * dim
-    for part in ("attn", "ffn"):
+def ignored_weights(config: V41Config) -> tuple[str, ...]:
+    """Regular expressions of tensors that a checkpoint may hold without need."""
+    return IGNORED if config.draft is not None else (*IGNORED, r"mtp\..*")
+
+
+class _Names:
+    def __init__(self, config: V41Config) -> None:
+        self._config, quantization = config, config.quantization
+        self._matrix = self._expert = self._table = None
+        if quantization is not None:
+            rows, columns = quantization.block
+            self._matrix = MatrixFormat(number=E4M3, rows=rows, columns=columns)
+            self._expert = FP4 if quantization.expert_dtype == "fp4" else self._matrix
+            self._table = FP8_ROWS
+
+    def all(self) -> Iterator[WeightSpec]:
+        config = self._config
+        ends = (config.vocab_size, config.hidden_size)
+        yield _plain("embed.weight", ends)
+        yield _plain("head.weight", ends)
+        yield _plain("norm.weight", (config.hidden_size,))
+        for layer, ratio in enumerate(config.ratios):
+            base = f"layers.{layer}."
+            yield from self._block(base, config.experts)
+            if ratio:
+                yield from self._sparse(f"{base}attn.", layer, ratio)
+            yield WeightSpec(
+                name=f"{base}ffn.gate.bias_vl",
+                shape=(config.experts.num_experts,),
+                optional=True,  # of image tokens
+                formats=PRECISE,
+            )
+        if config.engram is not None:
+            yield from self._engram(config.engram)
+        if config.draft is not None:
+            yield from self._draft(config.draft)
+
+    def _fp8(self, name: str, *shape: int) -> WeightSpec:
+        return _packed(name, shape, self._matrix)
+
+    def _block(self, base: str, experts: ExpertConfig) -> Iterator[WeightSpec]:
+        """What every layer has, the drafter's included."""
+        config = self._config
+        hidden, copies = config.hidden_size, config.hc_copies
         mixes = (2 + copies) * copies
-        yield f"{base}{part}_norm.weight", (hidden,)
-        yield f"{base}hc_{part}_fn", (mixes, copies * hidden)
-        yield f"{base}hc_{part}_base", (mixes,)
-        yield f"{base}hc_{part}_scale", (3,)
-    yield f"{base}attn.wq_a.weight", (config.q_rank, hidden)
-    yield f"{base}attn.q_norm.weight", (config.q_rank,)
-    yield f"{base}attn.wq_b.weight", (queries, config.q_rank)
-    yield f"{base}attn.wkv.weight", (dim, hidden)
-    yield f"{base}attn.kv_norm.weight", (dim,)
-    yield f"{base}attn.wo_a.weight", (config.o_groups * config.o_rank, queries // config.o_groups)
-    yield f"{base}attn.wo_b.weight", (hidden, config.o_groups * config.o_rank)
-    yield f"{base}attn.attn_sink", (config.num_heads,)
-    yield f"{base}ffn.gate.weight", (experts.num_experts, hidden)
-    yield f"{base}ffn.gate.bias", (experts.num_experts,)
-    inner = {f"{base}ffn.experts.{number}": experts.size for number in range(experts.num_experts)}
-    inner[f"{base}ffn.shared_experts"] = experts.num_shared * experts.size
-    for place, size in inner.items():
-        yield f"{place}.w1.weight", (size, hidden)
-        yield f"{place}.w2.weight", (hidden, size)
-        yield f"{place}.w3.weight", (size, hidden)
+        for part in ("attn", "ffn"):
+            yield _plain(f"{base}{part}_norm.weight", (hidden,))
+            yield _float32(f"{base}hc_{part}_fn", mixes, copies * hidden)
+            yield _float32(f"{base}hc_{part}_base", mixes)
+            yield _float32(f"{base}hc_{part}_scale", 3)
+        keys, grouped = config.num_heads * config.head_dim, config.o_groups * config.o_rank
+        attn = f"{base}attn."
+        yield self._fp8(f"{attn}wq_a.weight", config.q_rank, hidden)
+        yield _plain(f"{attn}q_norm.weight", (config.q_rank,))
+        yield self._fp8(f"{attn}wq_b.weight", keys, config.q_rank)
+        yield self._fp8(f"{attn}wkv.weight", config.head_dim, hidden)
+        yield _plain(f"{attn}kv_norm.weight", (config.head_dim,))
+        yield self._fp8(f"{attn}wo_a.weight", grouped, keys // config.o_groups)
+        yield self._fp8(f"{attn}wo_b.weight", hidden, grouped)
+        yield _float32(f"{attn}attn_sink", config.num_heads)
+        yield _plain(f"{base}ffn.gate.weight", (experts.num_experts, hidden))
+        yield _float32(f"{base}ffn.gate.bias", experts.num_experts)
+        for number in range(experts.num_experts):
+            for name, shape in _expert_shapes(hidden, experts.size).items():
+                place = f"{base}ffn.experts.{number}.{name}.weight"
+                yield _packed(place, shape, self._expert, Kept.PACKED)
+        for name, shape in _expert_shapes(hidden, experts.num_shared * experts.size).items():
+            yield self._fp8(f"{base}ffn.shared_experts.{name}.weight", *shape)
+
+    def _sparse(self, attn: str, layer: int, ratio: int) -> Iterator[WeightSpec]:
+        """What layers have that write compressed entries, or rank them."""
+        config, index = self._config, self._config.index
+        if layer in config.kv_sources:
+            yield _plain(f"{attn}compressor.wkv.weight", (config.head_dim, config.hidden_size))
+            if ratio > 1:
+                yield _plain(
+                    f"{attn}compressor.wgate.weight", (config.head_dim, config.hidden_size)
+                )
+            yield _plain(f"{attn}compressor.norm.weight", (config.head_dim,))
+        if layer in index.sources:
+            queries = index.num_heads * index.head_dim
+            yield self._fp8(f"{attn}indexer.wq_b.weight", queries, config.q_rank)
+            yield _plain(
+                f"{attn}indexer.weights_proj.weight", (index.num_heads, config.hidden_size)
+            )
+        if layer in index.key_sources:
+            yield _plain(f"{attn}indexer.wk.weight", (index.head_dim, config.head_dim))
+            yield _plain(f"{attn}indexer.k_norm.weight", (index.head_dim,))
+
+    def _engram(self, engram: EngramConfig) -> Iterator[WeightSpec]:
+        hidden, copies = self._config.hidden_size, self._config.hc_copies
+        for layer, rows in zip(engram.layers, engram.rows, strict=True):
+            base = f"layers.{layer}.engram."
+            table = (rows, engram.head_dim)
+            yield _packed(f"{base}embed.weight", table, self._table, Kept.MAPPED)
+            inputs = engram.num_rows * engram.head_dim
+            yield self._fp8(f"{base}wkv.weight", (copies + 1) * hidden, inputs)
+            yield _plain(f"{base}q_weight", (copies, hidden))
+            yield _plain(f"{base}k_weight", (copies, hidden))
+
+    def _draft(self, draft: DraftConfig) -> Iterator[WeightSpec]:
+        hidden, vocab = self._config.hidden_size, self._config.vocab_size
+        for layer in range(draft.num_layers):
+            yield from self._block(f"mtp.{layer}.", draft.experts)
+        yield self._fp8("mtp.0.main_proj.weight", hidden, len(draft.target_layers) * hidden)
+        yield _plain("mtp.0.main_norm.weight", (hidden,))
+        last = f"mtp.{draft.num_layers - 1}."
+        yield _plain(f"{last}norm.weight", (hidden,))
+        for name in ("embed", "head"):
+            yield _plain(f"{last}markov_head.{name}.weight", (vocab, draft.markov_rank))
+        yield _plain(f"{last}confidence_head.proj.weight", (1, hidden + draft.markov_rank))
 
 
-def _compressed(config: V41Config, layer: int, base: str) -> Iterator[tuple[str, Shape]]:
-    """What owners of compressed entries, of index keys and of lists have besides."""
-    hidden, dim, index = config.hidden_size, config.head_dim, config.index
-    if layer in config.kv_sources:
-        yield f"{base}compressor.wkv.weight", (dim, hidden)
-        yield f"{base}compressor.norm.weight", (dim,)
-        if config.ratios[layer] > 1:
-            yield f"{base}compressor.wgate.weight", (dim, hidden)
-    if layer in index.key_sources:
-        yield f"{base}indexer.wk.weight", (index.head_dim, dim)
-        yield f"{base}indexer.k_norm.weight", (index.head_dim,)
-    if layer in index.sources:
-        yield f"{base}indexer.wq_b.weight", (index.num_heads * index.head_dim, config.q_rank)
-        yield f"{base}indexer.weights_proj.weight", (index.num_heads, hidden)
+def _packed(
+    name: str, shape: tuple[int, ...], stored: MatrixFormat | None, kept: Kept = Kept.DENSE
+) -> WeightSpec:
+    """A matrix that is published in ``stored``; plain numbers will do as well."""
+    if stored is None:
+        return WeightSpec(name=name, shape=shape, formats=FLOATS, kept=kept)
+    return WeightSpec(
+        name=name,
+        shape=shape,
+        formats=(stored.name, *FLOATS),
+        kept=kept,
+        stored_bytes=stored.num_bytes(shape),
+    )
 
 
-def _engram(config: V41Config, layer: int, base: str) -> Iterator[tuple[str, Shape]]:
-    engram = config.engram
-    assert engram is not None
-    hidden, copies = config.hidden_size, config.hc_copies
-    yield f"{base}embed.weight", (engram.rows[engram.layers.index(layer)], engram.head_dim)
-    yield f"{base}wkv.weight", ((copies + 1) * hidden, engram.num_rows * engram.head_dim)
-    yield f"{base}q_weight", (copies, hidden)
-    yield f"{base}k_weight", (copies, hidden)
+def _plain(name: str, shape: tuple[int, ...]) -> WeightSpec:
+    return WeightSpec(name=name, shape=shape, formats=FLOATS)
 
 
-def _draft(config: V41Config, draft: DraftConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, last = config.hidden_size, f"mtp.{draft.num_layers - 1}."
-    for layer in range(draft.num_layers):
-        yield from _block(config, draft.experts, f"mtp.{layer}.")
-    yield "mtp.0.main_proj.weight", (hidden, len(draft.target_layers) * hidden)
-    yield "mtp.0.main_norm.weight", (hidden,)
-    yield f"{last}norm.weight", (hidden,)
-    yield f"{last}markov_head.embed.weight", (config.vocab_size, draft.markov_rank)
-    yield f"{last}markov_head.head.weight", (config.vocab_size, draft.markov_rank)
-    yield f"{last}confidence_head.proj.weight", (1, hidden + draft.markov_rank)
+def _float32(name: str, *shape: int) -> WeightSpec:
+    return WeightSpec(name=name, shape=shape, formats=PRECISE)
+
+
+def _expert_shapes(hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Gate, down, up."""
+    return {"w1": (inner, hidden), "w2": (hidden, inner), "w3": (inner, hidden)}

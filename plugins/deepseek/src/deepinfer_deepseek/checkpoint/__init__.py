@@ -1,0 +1,1 @@
+"""Checkpoints of DeepSeek models: their tensors, packed formats, and how weights are held."""

@@ -1,0 +1,138 @@
+"""Matrices in eight and four bits with scales beside them: names, shapes, and expansion.
+
+A matrix ``X.weight`` has its scales in ``X.scale`` (codes E8M0) or, in older checkpoints, in
+``X.weight_scale_inv`` (float32; despite the name, they multiply). FP4 lies two numbers to a byte,
+the even column in the low half.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.nn import functional
+
+from deepinfer_core.checkpoint.tensors import PackedTensor
+from deepinfer_core.errors import CheckpointError
+from deepinfer_deepseek.quant.numbers import (
+    E2M1,
+    E4M3,
+    Minifloat,
+    encode_e8m0,
+    fitting_power,
+    pack_nibbles,
+    unpack_nibbles,
+)
+
+_NAME = re.compile(r"fp([48])_(\d+)x(\d+)")
+
+
+@frozen(kw_only=True)
+class MatrixFormat:
+    """Numbers of a few bits; a block of rows and columns shares a scale.
+
+    Attributes:
+        number: of each element.
+        rows: rows of a block.
+        columns: columns of a block.
+    """
+
+    number: Minifloat
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """As in ``TensorInfo.format``: ``fp8_32x32``, ``fp4_1x32``, ..."""
+        return f"fp{self.number.bits}_{self.rows}x{self.columns}"
+
+    @classmethod
+    def named(cls, name: str) -> MatrixFormat | None:
+        """The format of a name, None if the name is of another kind."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        bits, rows, columns = (int(part) for part in found.groups())
+        return cls(number=E4M3 if bits == 8 else E2M1, rows=rows, columns=columns)
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the scales of a matrix."""
+        return -(-shape[0] // self.rows), -(-shape[1] // self.columns)
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the bytes of a matrix."""
+        return shape[0], shape[1] * self.number.bits // 8
+
+    def dense_shape(self, stored: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the matrix of these bytes."""
+        return stored[0], stored[1] * 8 // self.number.bits
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix with its scales in one byte each."""
+        (rows, columns), (across, along) = self.stored_shape(shape), self.grid(shape)
+        return rows * columns + across * along
+
+    def expand(self, data: Tensor, scales: Tensor) -> Tensor:
+        """Numbers of a matrix, or of some of its rows where a block has one row.
+
+        Args:
+            data: [rows, bytes of a row], uint8.
+            scales: the grid, float8_e8m0fnu or float32.
+
+        Returns:
+            [rows, columns], float32; exact.
+        """
+        codes = unpack_nibbles(data) if self.number.bits == 4 else data
+        return self.number.decode(codes) * self._spread(scales, codes.shape)
+
+    def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """Round a matrix; each block has the smallest scale that lets its largest number fit.
+
+        Args:
+            matrix: [rows, columns], finite; for FP4 with an even number of columns.
+
+        Returns:
+            Bytes [rows, bytes of a row], uint8, and scales on the grid, float8_e8m0fnu.
+        """
+        wide = matrix.float()
+        rows, columns = wide.shape
+        across, along = self.grid((rows, columns))
+        padded = functional.pad(
+            wide, (0, along * self.columns - columns, 0, across * self.rows - rows)
+        )
+        blocks = padded.reshape(across, self.rows, along, self.columns)
+        largest = blocks.abs().amax((1, 3)).clamp(self.number.largest * 2.0**-126)
+        scales = fitting_power(largest, self.number.largest)
+        numbers = self.number.round(wide / self._spread(scales, wide.shape))
+        codes = self.number.encode(numbers)
+        return (
+            pack_nibbles(codes) if self.number.bits == 4 else codes,
+            encode_e8m0(scales).view(torch.float8_e8m0fnu),
+        )
+
+    def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The scale of every element."""
+        wide = scales.float()
+        if self.rows > 1:
+            wide = wide.repeat_interleave(self.rows, 0)[: shape[0]]
+        return wide.repeat_interleave(self.columns, 1)[:, : shape[1]]
+
+
+FP4 = MatrixFormat(number=E2M1, rows=1, columns=32)
+"""Experts."""
+FP8_ROWS = MatrixFormat(number=E4M3, rows=1, columns=32)
+"""Tables of which single rows are read."""
+
+
+def expand(packed: PackedTensor) -> Tensor:
+    """Dense float32 of a packed matrix; exact.
+
+    Raises:
+        CheckpointError: its format is not one of this module's.
+    """
+    found = MatrixFormat.named(packed.format)
+    if found is None or packed.scales is None:
+        raise CheckpointError(f"block format {packed.format!r} is not one of FP8 or FP4 matrices")
+    return found.expand(packed.data, packed.scales)

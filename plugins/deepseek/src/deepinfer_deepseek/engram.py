@@ -20,6 +20,7 @@ from torch import Tensor
 from deepinfer_core.batch import Int64
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.text.tokenizer import Tokenizer
+from deepinfer_deepseek.checkpoint.loading import row_table
 from deepinfer_deepseek.config import EngramConfig, V41Config
 from deepinfer_deepseek.numerics import Loader, sigmoid, wide
 from deepinfer_deepseek.rows import StepRows
@@ -197,8 +198,7 @@ class Engram:
     def __init__(self, config: V41Config, layer: int, load: Loader) -> None:
         base = f"layers.{layer}.engram."
         self._eps, self._copies = config.norm_eps, config.hc_copies
-        self._table = load.request.read(f"{base}embed.weight")
-        self._dtype = load.dtype
+        self._table = row_table(load.request, f"{base}embed.weight")
         self._project = load.projection(f"{base}wkv")
         self._weight = load.wide(f"{base}q_weight") * load.wide(f"{base}k_weight")
 
@@ -212,8 +212,7 @@ class Engram:
         Returns:
             [n, copies, hidden].
         """
-        found = self._table.index_select(0, rows.flatten().to(self._table.device))
-        found = found.view(rows.shape[0], -1).to(stream.device, self._dtype)
+        found = self._table.rows(rows).flatten(1)
         *keys, value = wide(self._project(found)).chunk(self._copies + 1, -1)
         gate = self._gate(wide(stream), torch.stack(keys, 1))
         return (wide(stream) + gate.unsqueeze(-1) * value.unsqueeze(1)).to(stream.dtype)

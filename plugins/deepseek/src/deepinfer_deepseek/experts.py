@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from deepinfer_deepseek.checkpoint.loading import matrix
 from deepinfer_deepseek.config import ExpertConfig
 from deepinfer_deepseek.numerics import Loader, added, apply_rows, sigmoid, wide
+
+_NAMES = ("w1", "w3", "w2")
+"""Gate, up, down."""
+
+_Handles: TypeAlias = tuple[Any, Any]
 
 _SMALLEST = 1e-20
 """Keeps the weights of experts that all scored zero from being undefined."""
@@ -48,19 +54,26 @@ class Experts:
     def __init__(self, config: ExpertConfig, base: str, load: Loader) -> None:
         self._limit, self._linear = config.limit, load.ops.linear
         self._gate = Gate(config, base, load)
+        self._inputs = load.inputs_of(f"{base}experts.0.w1.weight")
         self._experts = [
-            self._matrices(f"{base}experts.{number}", load) for number in range(config.num_experts)
+            self._held(f"{base}experts.{number}", load) for number in range(config.num_experts)
         ]
-        self._shared = self._matrices(f"{base}shared_experts", load)
+        shared = [load.tensor(f"{base}shared_experts.{name}.weight") for name in _NAMES]
+        self._shared = self._prepared(shared)
 
-    def _matrices(self, place: str, load: Loader) -> Callable[[], tuple[Any, Any]]:
-        """Handles of gate and up in one, and of down."""
-        gate_up = torch.cat([load.tensor(f"{place}.{name}.weight") for name in ("w1", "w3")])
-        handles = (
-            self._linear.prepare(gate_up, None),
-            self._linear.prepare(load.tensor(f"{place}.w2.weight"), None),
-        )
+    def _held(self, place: str, load: Loader) -> Callable[[], _Handles]:
+        """An expert as it is stored: packed matrices are expanded each time they are used."""
+        matrices = [matrix(load.request, f"{place}.{name}.weight") for name in _NAMES]
+        if any(held.packed for held in matrices):
+            return lambda: self._prepared([held.dense() for held in matrices])
+        handles = self._prepared([held.dense() for held in matrices])
         return lambda: handles
+
+    def _prepared(self, matrices: Sequence[Tensor]) -> _Handles:
+        """Handles of gate and up in one, and of down."""
+        gate, up, down = matrices
+        prepare = self._linear.prepare
+        return prepare(torch.cat([gate, up]), None), prepare(down, None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]; contributions are added in ascending expert id."""
@@ -69,13 +82,13 @@ class Experts:
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)
             out[rows] += wide(self._run(self._experts[expert](), x[rows], weights[rows, places]))
-        return (out + wide(self._run(self._shared(), x, None))).to(x.dtype)
+        return (out + wide(self._run(self._shared, x, None))).to(x.dtype)
 
-    def _run(self, matrices: tuple[Any, Any], x: Tensor, weights: Tensor | None) -> Tensor:
+    def _run(self, matrices: _Handles, x: Tensor, weights: Tensor | None) -> Tensor:
         gate_up, down = matrices
-        gate, up = wide(apply_rows(self._linear, gate_up, x)).chunk(2, -1)
+        gate, up = wide(apply_rows(self._linear, gate_up, self._inputs(x))).chunk(2, -1)
         gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
         hidden = sigmoid(gate) * gate * up
         if weights is not None:
             hidden = hidden * weights.unsqueeze(-1)
-        return apply_rows(self._linear, down, hidden.to(x.dtype))
+        return apply_rows(self._linear, down, self._inputs(hidden.to(x.dtype)))

@@ -35,14 +35,19 @@ from deepinfer_deepseek.engram import (
     check_rows,
     compressed_ids,
 )
-from deepinfer_deepseek.formats import CacheFormats
+from deepinfer_deepseek.formats import (
+    CacheFormats,
+    published_formats,
+    published_inputs,
+    unchanged,
+)
 from deepinfer_deepseek.groups import BACKTRACK, DECODER, ENCODER, cache_groups, entries_of
 from deepinfer_deepseek.hyper import collapse, mean_of_copies
 from deepinfer_deepseek.indexer import Indexer
 from deepinfer_deepseek.numerics import Loader, Rotation
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.rows import StepRows, rows_kept, rows_of
-from deepinfer_deepseek.weights import IGNORED, weight_specs
+from deepinfer_deepseek.weights import ignored_weights, weight_specs
 
 
 class V41Family:
@@ -71,7 +76,7 @@ class V41Family:
             max_position=v41.max_position,
             groups=cache_groups(v41, page_size=page_size, dtype=kv_dtype, truncates=keep > 0),
             weights=weight_specs(v41),
-            ignored_weights=IGNORED,
+            ignored_weights=ignored_weights(v41),
             eos_token_ids=v41.eos_token_ids,
             decoder_keep=keep,
             lookback=0 if v41.engram is None else v41.engram.max_ngram - 1,
@@ -156,7 +161,7 @@ class V41:
     """The model. See ``deepinfer_core.interfaces.model.Model``."""
 
     def __init__(self, config: V41Config, options: V41Options, request: BuildRequest) -> None:
-        load = Loader(request)
+        load = Loader(request, published_inputs(config) if options.quant else unchanged)
         self.spec = request.spec
         self._config, self._compacts = config, options.decoder == "compact"
         self._ops, self._load = request.ops, load
@@ -177,7 +182,8 @@ class V41:
             return Rotation(request.ops.rope, spec, longest, load.dtype, request.device)
 
         plain, compressed = rotation(config.rope), rotation(config.compressed_rope)
-        self._plain, self._formats = plain, CacheFormats()
+        self._plain = plain
+        self._formats = published_formats(config) if options.quant else CacheFormats()
         self._layers = [
             _Layer(config, layer, load, compressed if ratio else plain, self._formats)
             for layer, ratio in enumerate(config.ratios)

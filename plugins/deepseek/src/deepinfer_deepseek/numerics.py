@@ -13,6 +13,8 @@ from torch.nn import functional
 from deepinfer_core.interfaces.model import BuildRequest
 from deepinfer_core.models.rope import RopeSpec, tables
 from deepinfer_core.ops.rows import padded_rows
+from deepinfer_deepseek.checkpoint.matrices import MatrixFormat
+from deepinfer_deepseek.formats import Round, unchanged
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,14 +43,15 @@ class Projection:
     Args:
         op: the bound op ``linear``.
         weight: [outputs, inputs], dense or packed.
+        inputs: how rows are rounded before.
     """
 
-    def __init__(self, op: Any, weight: Any) -> None:
-        self._op, self._handle = op, op.prepare(weight, None)
+    def __init__(self, op: Any, weight: Any, inputs: Round = unchanged) -> None:
+        self._op, self._handle, self._inputs = op, op.prepare(weight, None), inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, inputs] -> [n, outputs]."""
-        return apply_rows(self._op, self._handle, x)
+        return apply_rows(self._op, self._handle, self._inputs(x))
 
 
 def apply_rows(op: Any, handle: Any, x: Tensor) -> Tensor:
@@ -110,11 +113,26 @@ class Rotation:
 
 
 class Loader:
-    """Reads weights by name and packs them for the bound ops."""
+    """Reads weights by name and packs them for the bound ops.
 
-    def __init__(self, request: BuildRequest) -> None:
+    Args:
+        request: what a family is given.
+        inputs: how rows are rounded before they meet a matrix that is published in FP8 or FP4.
+    """
+
+    def __init__(self, request: BuildRequest, inputs: Round = unchanged) -> None:
         self.request, self.ops = request, request.ops
         self.dtype: torch.dtype = getattr(torch, request.dtype)
+        self._inputs = inputs
+        self._packed = {
+            spec.name
+            for spec in request.spec.weights
+            if spec.formats and MatrixFormat.named(spec.formats[0])
+        }
+
+    def inputs_of(self, name: str) -> Round:
+        """How rows are rounded before they meet a matrix."""
+        return self._inputs if name in self._packed else unchanged
 
     def tensor(self, name: str) -> Tensor:
         """Dense, in the dtype of the computation."""
@@ -126,7 +144,8 @@ class Loader:
 
     def projection(self, name: str) -> Projection:
         """A matrix for rows of the computation's dtype."""
-        return Projection(self.ops.linear, self.tensor(f"{name}.weight"))
+        name = f"{name}.weight"
+        return Projection(self.ops.linear, self.tensor(name), self.inputs_of(name))
 
     def wide_projection(self, name: str) -> Projection:
         """A matrix whose products are computed in at least float32."""

@@ -17,7 +17,10 @@ class V41Options:
             model is trained for; "mask" computes them with an empty window, which gives the same
             results slowly; "off" computes all.
         decoder_keep: last rows of a prompt that the decoder computes; unset = window and 12 more.
+        quant: round what published kernels round, to the bit: rows before they meet a matrix in FP8
+            or FP4, and all vectors of caches. Off, numbers keep the dtype of the computation.
     """
 
     decoder: str = field(default="compact", validator=validators.in_(TRUNCATIONS))
     decoder_keep: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
+    quant: bool = False

@@ -34,6 +34,11 @@ class Matrix:
         return expand(self._held).to(self._dtype)
 
     @property
+    def packed(self) -> bool:
+        """Whether ``dense`` expands it anew each time."""
+        return not isinstance(self._held, Tensor)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
         if isinstance(self._held, Tensor):

@@ -18,8 +18,8 @@ from typing import Any
 
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
+from deepinfer_core.models.cost import prefill_cost
 from deepinfer_core.requests import Request, SamplingParams
-from deepinfer_prefix.economics import prefill_cost
 from deepinfer_prefix.tiers.configs import DiskConfig, HostConfig
 
 SHARED, NEW = 2000, 50

@@ -62,17 +62,21 @@ def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
             return compose(host, config)
 
     from deepinfer_core.engine.assembly import describe_drafts, plan_model
+    from deepinfer_core.models.cost import describe_cost, prefill_cost
 
     made, found = plan_model(config, host, os.environ, offline=True, config_only=True)
     try:
         layers = (f"{group.name}: {len(group.layers)} layers" for group in found.spec.groups)
         switch = made.config.engine.batch_invariant
+        longest = made.config.max_model_len or found.spec.max_position
         return made.with_details(
             {
                 "dtype": made.config.dtype,
                 "invariant": "true" if switch is not False else "false",
                 "cache": f"{'; '.join(layers)}; pages of {made.config.engine.page_size} tokens",
                 "drafts": describe_drafts(made),
+                **describe_cost(prefill_cost(found.spec, found.checkpoint.config), longest),
+                **dict(found.spec.notes),
             }
         )
     finally:

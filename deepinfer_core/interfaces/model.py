@@ -10,6 +10,7 @@ from attrs import field, frozen
 from deepinfer_core.batch import Batch
 from deepinfer_core.checkpoint.tensors import WeightSpec
 from deepinfer_core.errors import TokenizerError
+from deepinfer_core.interfaces.cost import PrefillCost
 from deepinfer_core.kv.layout import CacheGroupSpec
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class ModelSpec:
         eos_token_ids: ids that end a sequence, from the configuration.
         decoder_keep: prompt rows a truncating decoder keeps, 0 = no truncation.
         ignored_weights: regular expressions of tensors that may be there and are not read.
+        cost: FLOPs of prefill, where shapes of weights do not say it.
+        notes: further lines that ``deepinfer plan`` prints, by their title.
         lookback: ids before a step's first token of a sequence that the model wants to know, see
             ``Batch.previous_ids``.
     """
@@ -64,6 +67,8 @@ class ModelSpec:
     decoder_keep: int = 0
     ignored_weights: tuple[str, ...] = ()
     lookback: int = 0
+    cost: PrefillCost | None = None
+    notes: tuple[tuple[str, str], ...] = ()
 
 
 @frozen(kw_only=True)

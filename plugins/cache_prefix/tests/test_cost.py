@@ -12,14 +12,7 @@ from click.testing import CliRunner
 from deepinfer_core.errors import RequestError
 from deepinfer_core.testing.contracts import CommandContract
 from deepinfer_prefix.commands.cost import cost
-from deepinfer_prefix.economics import (
-    AttentionCost,
-    Fleet,
-    PrefillCost,
-    Prices,
-    Tokens,
-    read_trace,
-)
+from deepinfer_prefix.economics import Fleet, Prices, Tokens, read_trace
 
 
 class TestCostCommand(CommandContract):
@@ -83,38 +76,6 @@ def test_a_trace_is_added_up(tmp_path: Path) -> None:
     path.write_text("{}\n")
     with pytest.raises(RequestError, match="no finished request"):
         read_trace(path)
-
-
-# SmolLM2-135M: 30 layers, hidden 576, 9 heads of 64, 3 of them with keys, intermediate 1536.
-SMOLLM2 = PrefillCost(
-    linear=2.0 * 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536),
-    head=2.0 * 49152 * 576,
-    attention=(AttentionCost(flops=4.0 * 30 * 9 * 64),),
-)
-
-
-@pytest.mark.parametrize(("length", "ratio"), [(1024, 22), (2048, 20), (8192, 16)])
-def test_flops_bound_the_speed_of_prefill(length: int, ratio: int) -> None:
-    assert round(SMOLLM2.ratio(length, 0.96)) == ratio
-
-
-def test_without_hits_nothing_is_saved() -> None:
-    assert SMOLLM2.ratio(1000, 0.0) == 1.0
-    assert SMOLLM2.ratio(1, 1.0) == 1.0
-
-
-@pytest.mark.parametrize("window", [0, 1, 7, 50])
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_attention_is_added_up_exactly(window: int, ratio: int) -> None:
-    part = AttentionCost(flops=1.0, window=window, ratio=ratio)
-    for start, stop in ((0, 20), (5, 6), (9, 30)):
-        visible = [(at + 1) / ratio for at in range(start, stop)]
-        if window:
-            visible = [min(window, entries) for entries in visible]
-        if ratio == 1:
-            assert part.span(start, stop) == sum(visible)
-        else:
-            assert part.span(start, stop) == pytest.approx(sum(visible), rel=0.1)
 
 
 def test_the_command_reports_all_of_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a prefix cache is worth: prices, revenue, and how much faster prefill can become.
+"""What a prefix cache is worth: prices and revenue.
 
 Pure arithmetic. Prices are per million tokens, in whatever currency they come in.
 """
@@ -6,7 +6,7 @@ Pure arithmetic. Prices are per million tokens, in whatever currency they come i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,93 +150,3 @@ def _requests(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
             fields = found.get("fields", found)
             if isinstance(fields, dict) and {"prompt_tokens", "cached_tokens"} <= fields.keys():
                 yield fields
-
-
-@frozen(kw_only=True)
-class AttentionCost:
-    """Layers whose attention costs the same.
-
-    Attributes:
-        flops: of one layer-set for one token and one visible entry: 4 x layers x heads x head size.
-        window: entries visible at most, 0 = all.
-        ratio: tokens per entry.
-    """
-
-    flops: float
-    window: int = 0
-    ratio: int = 1
-
-    def span(self, start: int, stop: int) -> float:
-        """FLOPs of the tokens ``start .. stop - 1``."""
-        return self.flops * (self._sum(stop) - self._sum(start))
-
-    def _sum(self, count: int) -> float:
-        """Visible entries, added up over the first ``count`` tokens."""
-        if not self.window or count <= self.window * self.ratio:
-            return count * (count + 1) / 2 / self.ratio
-        growing = self.window * self.ratio
-        return self._sum(growing) + (count - growing) * self.window
-
-
-@frozen(kw_only=True)
-class PrefillCost:
-    """FLOPs of prefill, which bound what a cache can save.
-
-    Attributes:
-        linear: of one token: 2 for every weight that takes part.
-        head: of the one row that gets logits.
-        attention: what depends on the context.
-    """
-
-    linear: float
-    head: float
-    attention: tuple[AttentionCost, ...]
-
-    def flops(self, start: int, stop: int) -> float:
-        """Of the tokens ``start .. stop - 1`` of a prompt, with those before them cached."""
-        return (
-            self.linear * (stop - start)
-            + self.head
-            + sum(part.span(start, stop) for part in self.attention)
-        )
-
-    def ratio(self, num_tokens: int, hit_rate: float) -> float:
-        """How much faster a prompt is prefilled with this share of it cached, if FLOPs decide."""
-        computed = max(1, round(num_tokens * (1 - hit_rate)))
-        return self.flops(0, num_tokens) / self.flops(num_tokens - computed, num_tokens)
-
-
-def prefill_cost(spec: Any, config: Any) -> PrefillCost:
-    """The cost of a model.
-
-    Args:
-        spec: its ``ModelSpec``.
-        config: its configuration, for how many experts a token takes.
-    """
-    head = 2.0 * spec.vocab_size * spec.hidden_size
-    experts = config.get("num_experts", config.get("num_local_experts")) or 1
-    share = (config.get("num_experts_per_tok") or experts) / experts
-    linear = sum(
-        2.0 * _numel(weight.shape) * (share if ".experts." in weight.name else 1.0)
-        for weight in spec.weights
-        if len(weight.shape) == 2 and weight.shape[0] != spec.vocab_size
-    )
-    attention = tuple(
-        AttentionCost(
-            flops=2.0
-            * len(group.layers)
-            * spec.num_query_heads
-            * (group.key_dim + (group.value_dim or group.key_dim)),
-            window=group.window,
-            ratio=group.ratio,
-        )
-        for group in spec.groups
-    )
-    return PrefillCost(linear=linear, head=head, attention=attention)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -27,6 +27,7 @@ from deepinfer_deepseek.attention import Seen, attend
 from deepinfer_deepseek.blocks import Block, Projections
 from deepinfer_deepseek.compressor import Compressor
 from deepinfer_deepseek.config import ARCHITECTURE, V41Config, read_config
+from deepinfer_deepseek.costs import notes, prefill_cost
 from deepinfer_deepseek.drafting import V41BlockDrafter
 from deepinfer_deepseek.engram import (
     Engram,
@@ -66,6 +67,7 @@ class V41Family:
         keep = 0
         if self._options.decoder != "off":
             keep = self._options.decoder_keep or v41.window + BACKTRACK
+        weights = weight_specs(v41)
         return ModelSpec(
             architecture=ARCHITECTURE,
             vocab_size=v41.vocab_size,
@@ -75,10 +77,12 @@ class V41Family:
             head_dim=v41.head_dim,
             max_position=v41.max_position,
             groups=cache_groups(v41, page_size=page_size, dtype=kv_dtype, truncates=keep > 0),
-            weights=weight_specs(v41),
+            weights=weights,
             ignored_weights=ignored_weights(v41),
             eos_token_ids=v41.eos_token_ids,
             decoder_keep=keep,
+            cost=prefill_cost(v41, weights, keep=keep, replayed=v41.window + BACKTRACK),
+            notes=notes(v41, weights),
             lookback=0 if v41.engram is None else v41.engram.max_ngram - 1,
         )
 

@@ -11,14 +11,8 @@ import click
 
 from deepinfer_core.cli.options import EngineArgs, engine_options
 from deepinfer_core.errors import RequestError
-from deepinfer_prefix.economics import (
-    Fleet,
-    PrefillCost,
-    Prices,
-    Tokens,
-    prefill_cost,
-    read_trace,
-)
+from deepinfer_core.interfaces.cost import PrefillCost
+from deepinfer_prefix.economics import Fleet, Prices, Tokens, read_trace
 
 RATIO_TOKENS = (1024, 2048, 8192)
 
@@ -122,9 +116,10 @@ def cost(
 def model_cost(engine_args: EngineArgs) -> PrefillCost:
     """What prefill costs the configured model; reads no weight and fetches nothing."""
     from deepinfer_core.engine.model_facts import find
+    from deepinfer_core.models.cost import prefill_cost
 
     config, host = engine_args.open()
-    found = find(config, host, os.environ, offline=True)  # noqa: TID251 - where models are kept
+    found = find(config, host, os.environ, offline=True, config_only=True)  # noqa: TID251 - where models are kept
     try:
         return prefill_cost(found.spec, found.checkpoint.config)
     finally:

@@ -55,7 +55,8 @@ def test_module_imports_without_torch(module: str) -> None:
 
 
 COMMANDS = (
-    "bench", "chat", "config", "conformance", "generate", "models", "plan", "plugins", "pull",
+    "bench", "chat", "config", "conformance", "generate", "inspect", "models", "plan", "plugins",
+    "pull",
 )  # fmt: skip
 
 

@@ -84,8 +84,13 @@ class MatrixFormat:
         Returns:
             [rows, columns], float32; exact.
         """
-        codes = unpack_nibbles(data) if self.number.bits == 4 else data
-        return self.number.decode(codes) * self._spread(scales, codes.shape)
+        numbers = self.number.decode(unpack_nibbles(data) if self.number.bits == 4 else data)
+        across, along = scales.shape
+        if numbers.shape != (across * self.rows, along * self.columns):
+            return numbers.mul_(self._spread(scales, numbers.shape))
+        blocks = numbers.view(across, self.rows, along, self.columns)
+        blocks.mul_(scales.float()[:, None, :, None])
+        return numbers
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Round a matrix; each block has the smallest scale that lets its largest number fit.

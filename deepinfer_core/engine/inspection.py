@@ -195,6 +195,8 @@ def _describe(
         spec = family.describe(checkpoint.config, page_size=config.engine.page_size, kv_dtype=dtype)
     except (CheckpointError, CompositionError) as error:
         return None, (error.summary, *error.problems)
+    if not checkpoint.names():
+        return spec, ("there are no weights, only a configuration; fetch the weights",)
     try:
         check_coverage(checkpoint, spec.weights, (*KNOWN_BUFFERS, *spec.ignored_weights))
     except CheckpointError as error:

@@ -43,7 +43,7 @@ class BlockFormat:
             x: [..., n], finite, of any floating dtype; n is a multiple of ``block``.
 
         Returns:
-            As ``x``. Rounding twice changes nothing.
+            As ``x``. Rounding twice changes nothing, unless an E4M3 scale is subnormal.
         """
         numbers, scales = self.quantize(x)
         return (numbers * scales.unsqueeze(-1)).flatten(-2).to(x.dtype)

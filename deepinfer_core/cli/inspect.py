@@ -115,7 +115,7 @@ def _memory_lines(found: Inspection) -> list[str]:
 def _cache_lines(found: Inspection) -> list[str]:
     if not found.groups:
         return []
-    lines = []
+    lines: list[str] = []
     for group in found.groups:
         size = (
             f"{group.per_token:,.10g} bytes a token"

@@ -81,7 +81,7 @@ def test_a_gguf_file(inspect: Inspect, tmp_path: Path) -> None:
 
 
 def test_mxfp4_counts_numbers_and_no_scales(inspect: Inspect, tmp_path: Path) -> None:
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["GptOssForCausalLM"],
         "hidden_size": 64,
         "intermediate_size": 32,
@@ -90,7 +90,7 @@ def test_mxfp4_counts_numbers_and_no_scales(inspect: Inspect, tmp_path: Path) ->
         "sliding_window": 6,
     }
     write_tiny_model(tmp_path / "dense", **config)
-    packed = {"quantization_config": {"quant_method": "mxfp4"}}
+    packed: dict[str, Any] = {"quantization_config": {"quant_method": "mxfp4"}}
     write_tiny_model(tmp_path / "packed", **config, **packed)
     _, dense = inspect(tmp_path / "dense")
     _, found = inspect(tmp_path / "packed")

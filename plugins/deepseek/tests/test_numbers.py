@@ -33,8 +33,12 @@ def value_of(code: int, exponent_bits: int, mantissa_bits: int) -> Fraction:
     exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
     mantissa = Fraction(code & (2**mantissa_bits - 1), 2**mantissa_bits)
     if exponent == 0:
-        return sign * mantissa * Fraction(2) ** (1 - bias)
-    return sign * (1 + mantissa) * Fraction(2) ** (exponent - bias)
+        return sign * mantissa * power(1 - bias)
+    return sign * (1 + mantissa) * power(exponent - bias)
+
+
+def power(exponent: int) -> Fraction:
+    return Fraction(2**exponent) if exponent >= 0 else Fraction(1, 2**-exponent)
 
 
 # All codes without a sign, in ascending order of their numbers; E4M3's last one is NaN.

@@ -156,7 +156,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], max_bytes: int | None) ->
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors")
         return
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(shard, folder / file)

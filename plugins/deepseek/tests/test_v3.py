@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import CheckpointError
+from deepinfer_core.testing.checkpoint_files import write_safetensors
 from deepinfer_core.testing.harness import ModelHarness
+from deepinfer_deepseek.checkpoint.matrices import MatrixFormat
+from deepinfer_deepseek.checkpoint.reader import DeepSeekFormat
 from deepinfer_deepseek.testing.tiny import tokens_of
 from deepinfer_deepseek.v3 import V3Family, read_config
 
@@ -100,6 +103,31 @@ def test_rows_do_not_depend_on_their_step(tiny_v3: tuple[Path, Reference]) -> No
     assert all(torch.equal(mixed[at], alone[at]) for at in sequences)
 
 
+def test_fp8_computes_what_its_plain_twin_does(tmp_path: Path) -> None:
+    square = MatrixFormat.named("fp8_128x128")
+    assert square is not None
+    config = {**SIZES, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    generator = torch.Generator().manual_seed(2)
+    plain: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
+    for spec in V3Family().describe(config, page_size=16, kv_dtype="float32").weights:
+        name, values = spec.name, torch.randn(spec.shape, generator=generator)
+        plain[name] = packed[name] = 1 + 0.2 * values if "norm" in name else 0.3 * values
+        if name.endswith("_proj.weight"):
+            data, scales = square.quantize(plain[name])
+            packed[name] = data.view(torch.float8_e4m3fn)
+            packed[f"{name}_scale_inv"] = scales.float()
+            plain[name] = square.expand(data, scales)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    write_safetensors(tmp_path / "plain", plain, config)
+    write_safetensors(tmp_path / "fp8", packed, {**config, "quantization_config": quantization})
+    tokens = tokens_of(23)
+    found = ModelHarness(DeepSeekFormat().open(tmp_path / "fp8"), family=V3Family())
+    assert found.logits(tokens).equal(
+        ModelHarness(tmp_path / "plain", family=V3Family()).logits(tokens)
+    )
+
+
 def test_pages_hold_latents() -> None:
     spec = V3Family().describe({**SIZES}, page_size=16, kv_dtype="float32")
     assert [(g.num_kv_heads, g.key_dim, g.value_dim) for g in spec.groups] == [(1, 30, 24)]
@@ -115,7 +143,7 @@ def test_draft_layers_of_a_checkpoint_are_left_alone() -> None:
     ("changes", "problem"),
     [
         ({"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is supported, got 'softmax'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: only None is"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: only FP8 in E4M3"),
         ({"n_group": 4}, "n_routed_experts 6 are not 4 groups of two or more"),
         ({"topk_group": 1}, "num_experts_per_tok 3 of topk_group 1: there are not so many"),
         ({"kv_lora_rank": None}, "kv_lora_rank: expected a positive whole number, got None"),

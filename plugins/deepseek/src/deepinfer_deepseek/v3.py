@@ -54,7 +54,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
-    "quantization_config": (None,),
     "scoring_func": ("sigmoid",),
     "tie_word_embeddings": (False,),
     "topk_method": ("noaux_tc",),
@@ -120,6 +119,9 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         if read.config.get(key, allowed[0]) not in allowed:
             found = read.config[key]
             read.problems.append(f"{key}: only {allowed[0]!r} is supported, got {found!r}")
+    packed = config.get("quantization_config") or {"quant_method": "fp8"}
+    if (packed.get("quant_method"), packed.get("fmt", "e4m3")) != ("fp8", "e4m3"):
+        read.problems.append(f"quantization_config: only FP8 in E4M3 is supported, got {packed!r}")
     plain, rope_dim = read.positive("qk_nope_head_dim"), read.positive("qk_rope_head_dim")
     max_position = read.positive("max_position_embeddings")
     rope = read_rope(read, rope_dim, max_position)

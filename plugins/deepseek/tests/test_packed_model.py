@@ -20,6 +20,7 @@ from deepinfer_deepseek.engram import compressed_ids
 from deepinfer_deepseek.model import V41Family
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.testing.checkpoints import (
+    DRAFTS,
     QUANTIZATION,
     packed_config,
     plain_weights,
@@ -97,21 +98,36 @@ def test_quant_mode_needs_formats_to_emulate(tmp_path: Path) -> None:
     assert caught.value.problems == ("q_lora_rank 48 is not a multiple of 32",)
 
 
+def answer(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> list[int]:
+    """Token ids that the command generates."""
+    limits = ["--max-tokens", "12", "--temperature", "0", "--ignore-eos"]
+    model = ["--model", str(folder), "--set", "model_component.use=deepseek-v41"]
+    status = run(["generate", "--json", *limits, *model, *flags, "the quick fox"])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    tokens: list[int] = json.loads(out)["token_ids"]
+    return tokens
+
+
 def test_generating_from_a_packed_checkpoint(
     packed: Path, plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quant = ["--set", "model_component.quant=true"]
-    answers = []
-    for folder, flags in ((packed, []), (plain, []), (packed, quant)):
-        limits = ["--max-tokens", "12", "--temperature", "0"]
-        model = ["--model", str(folder), "--set", "model_component.use=deepseek-v41"]
-        status = run(["generate", "--json", *limits, *model, *flags, "the quick fox"])
-        out, err = capsys.readouterr()
-        assert status == 0, err
-        answers.append(json.loads(out))
-    assert answers[0]["token_ids"] == answers[1]["token_ids"]
-    assert len(answers[0]["token_ids"]) > 3
-    assert answers[2]["token_ids"] != answers[0]["token_ids"]
+    answers = [answer(capsys, *flags) for flags in ((packed,), (plain,), (packed, *quant))]
+    assert answers[0] == answers[1]
+    assert len(answers[0]) > 3
+    assert answers[2] != answers[0]
+
+
+@pytest.mark.parametrize("quant", ["true", "false"])
+def test_packed_draft_layers_change_nothing_but_speed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quant: str
+) -> None:
+    pytest.importorskip("deepinfer_dspark")
+    folder = write_checkpoint(tmp_path, packed_config(**DRAFTS))
+    flags = ["--set", f"model_component.quant={quant}"]
+    drafts = [*flags, "--drafter", "dspark", "--set", "budget.use=fixed"]
+    assert answer(capsys, folder, *flags) == answer(capsys, folder, *drafts)
 
 
 def test_generating_without_a_tensor_names_it(

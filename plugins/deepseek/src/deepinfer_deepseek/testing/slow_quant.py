@@ -84,8 +84,10 @@ class SlowQuantV41(SlowV41):
             if values.ndim == 2 and name.endswith(".weight") and not plain:
                 weights[name] = _Matrix(values)
 
-    def _window_key(self, layer: int, ratio: int, x: Array, p: int) -> Array:
-        return fp8(super()._window_key(layer, ratio, x, p))
+    def _window_key(
+        self, layer: int, ratio: int, x: Array, p: int, base: str | None = None
+    ) -> Array:
+        return fp8(super()._window_key(layer, ratio, x, p, base))
 
     def _entries(self, *args: Any) -> dict[int, tuple[Array, Array]]:
         found = super()._entries(*args)

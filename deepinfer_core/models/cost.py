@@ -60,7 +60,8 @@ def describe_cost(cost: PrefillCost, max_position: int) -> dict[str, str]:
     lines = {
         "flops": f"{stages}; {_flops(near)} a generated token, {_flops(far)} at {max_position:,}"
     }
-    again = [stage for stage in cost.stages if stage.replayed]
+    # A stage that computes the last rows of every prompt does so with a hit or without.
+    again = [stage for stage in cost.stages if stage.replayed and not stage.last_rows]
     if again:
         rows = max(stage.replayed for stage in again)
         size = sum(stage.linear * stage.replayed for stage in again)

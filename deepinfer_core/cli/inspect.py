@@ -122,9 +122,8 @@ def _cache_lines(found: Inspection) -> list[str]:
             if group.per_token
             else f"{group.per_sequence:,} bytes a sequence"
         )
-        lines.append(
-            f"{'cache' if not lines else '':<12} {group.name}: {size}, {group.layers} layers"
-        )
+        layers = f"{group.layers} layer{'s' if group.layers > 1 else ''}"
+        lines.append(f"{'' if lines else 'cache':<12} {group.name}: {size}, {layers}")
     token = sum(group.per_token for group in found.groups)
     fixed = sum(group.per_sequence for group in found.groups)
     longest = _bytes(round(token * found.max_position + fixed))

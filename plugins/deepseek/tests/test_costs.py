@@ -57,7 +57,7 @@ def test_plan_and_inspect_need_nothing_but_the_configuration(
     details = json.loads(capsys.readouterr().out)["details"]
     assert details["published"].startswith("890 bytes of shared cache a token, 3.04 MB of windows")
     assert "decoder 15.1 GFLOP a row, the last 140 of a prompt" in details["flops"]
-    assert details["replay"].startswith("at most 140 rows of a hit")
+    assert details["replay"] == "at most 140 rows of a hit, 2.21 TFLOP, however long it is"
     assert "1,024: " in details["hits"]
     assert "GiB of tables stay in the files" in details["devices"]
     assert run(["inspect", "--json", "--devices", "8", str(tmp_path)]) == 1

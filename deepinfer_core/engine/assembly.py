@@ -232,6 +232,7 @@ class _Builder:
                 (part.name, part.build(ObserverContext(plan=self._plan)))
                 for part in self._plan.parts_of(Slot.OBSERVER)
             ),
+            draw=op_table.draw,
             drafter=drafter,
             budget=budget,
             constraint=self._constraint(spec, tokenizer),

@@ -104,6 +104,7 @@ class Engine:
             spec=parts.spec,
             row_params=self._row_params,
             retries=options.step_retries,
+            draw=parts.draw,
             speculator=self._speculator,
             verification=options.verification,
         )

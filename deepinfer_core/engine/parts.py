@@ -36,6 +36,7 @@ class EngineParts:
         spec: the model.
         accelerator, executor, cache, scheduler, observers: the parts at work.
         drafter: who proposes tokens; None without drafts.
+        draw: op "draw" of the model's kernels; None = its reference.
         budget: how many of them are verified; None without drafts.
         constraint: makes the compiler of grammars when the first one is asked for; None if no
             constraint is composed. Called from any thread, makes one object.
@@ -60,6 +61,7 @@ class EngineParts:
     cache: Cache
     scheduler: Scheduler
     observers: tuple[tuple[str, Observer], ...] = ()
+    draw: Any = None
     drafter: Drafter | None = None
     budget: Budget | None = None
     constraint: Callable[[], Constraint] | None = None

@@ -114,6 +114,7 @@ class Stepper:
     Args:
         spec: the model's cache groups, and what else it wants to know.
         row_params: what the sampler needs to know of a sequence's next token.
+        draw: op "draw" for random tokens; None = its reference.
         speculator: what is told of committed rows and judged drafts; None without a drafter.
         verification: how drafts are judged.
     """
@@ -127,13 +128,14 @@ class Stepper:
         spec: ModelSpec,
         row_params: RowSource,
         retries: int,
+        draw: Any = None,
         speculator: Speculator | None = None,
         verification: str = "coupled",
     ) -> None:
         self._accelerator, self._executor, self._cache = accelerator, executor, cache
         self._spec, self._row_params, self._retries = spec, row_params, retries
         self._speculator, self._verification = speculator, verification
-        self._sampler = Sampler()
+        self._sampler = Sampler(draw)
         self._sampled_rows: dict[int, int] = {}
         self._copies: tuple[PageCopy, ...] = ()
 

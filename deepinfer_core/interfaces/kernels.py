@@ -8,6 +8,9 @@ What an implementation may say of itself, as attributes, beside the methods of i
 * ``packed_formats`` of "linear" and "embedding": ``prepare`` takes weights as they are stored, that
   is ``PackedTensor``s of these formats and dense tensors of any dtype. Without it a weight is
   expanded and converted to the computation dtype first.
+* ``may_round`` of "linear": ``prepare`` takes ``may_round=True`` for weights whose input may be
+  rounded to 8 bits. Models say so of projections where that was measured to matter least
+  (attention's output, feed-forwards), not of queries, keys, values, routers and heads.
 * ``from_linear(handle)`` of "embedding": makes its handle of what "linear" of the same set packed,
   so that a tied head is kept once.
 """

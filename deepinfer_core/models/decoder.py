@@ -89,8 +89,8 @@ class DenseFeedForward:
     def __init__(self, decoder: DecoderConfig, base: str, load: WeightLoader, ops: Any) -> None:
         self._linear, self._silu_mul = ops.linear.run, ops.silu_mul.run
         names = f"{base}mlp.gate_proj", f"{base}mlp.up_proj"
-        self.gate_up = load.linear(*names, bias=decoder.mlp_bias)
-        self.down = load.linear(f"{base}mlp.down_proj", bias=decoder.mlp_bias)
+        self.gate_up = load.linear(*names, bias=decoder.mlp_bias, may_round=True)
+        self.down = load.linear(f"{base}mlp.down_proj", bias=decoder.mlp_bias, may_round=True)
 
     def run(self, x: Tensor) -> Tensor:
         """[n, hidden] -> [n, hidden]."""
@@ -132,7 +132,9 @@ class DecoderLayer:
         self.middle_norm = load.tensor(base + "post_attention_layernorm.weight")
         names = (f"{base}self_attn.{name}_proj" for name in "qkv")
         self._qkv = load.linear(*names, bias=decoder.qkv_bias)
-        self._output = load.linear(base + "self_attn.o_proj", bias=decoder.output_bias)
+        self._output = load.linear(
+            base + "self_attn.o_proj", bias=decoder.output_bias, may_round=True
+        )
         self._head_norms = (
             [load.tensor(f"{base}self_attn.{name}_norm.weight") for name in "qk"]
             if decoder.qk_norm

@@ -231,10 +231,10 @@ class _Layer:
         self._head_norms = [norm(f"self_attn.{name}_norm") for name in "qk"]
         names = (f"{base}self_attn.{name}_proj" for name in "qkv")
         self._qkv = load.linear(*names, bias=config.bias)
-        self._output = load.linear(f"{base}self_attn.o_proj", bias=config.bias)
+        self._output = load.linear(f"{base}self_attn.o_proj", bias=config.bias, may_round=True)
         names = (f"{base}mlp.{name}_proj" for name in ("gate", "up"))
-        self._gate_up = load.linear(*names, bias=False)
-        self._down = load.linear(f"{base}mlp.down_proj", bias=False)
+        self._gate_up = load.linear(*names, bias=False, may_round=True)
+        self._down = load.linear(f"{base}mlp.down_proj", bias=False, may_round=True)
         self._params = AttentionParams(
             scale=config.scale, window=config.windows[index], softcap=config.softcap
         )

@@ -271,7 +271,7 @@ class _Layer:
         self._middle_norm = load.tensor(f"{base}post_attention_layernorm.weight")
         names = (f"{base}self_attn.{name}_proj" for name in "qkv")
         self._qkv = load.linear(*names, bias=config.bias)
-        self._output = load.linear(f"{base}self_attn.o_proj", bias=config.bias)
+        self._output = load.linear(f"{base}self_attn.o_proj", bias=config.bias, may_round=True)
         self._router = load.linear(f"{base}mlp.router", bias=True)
         self._experts = _Experts(config, base, load, request)
         self._params = AttentionParams(

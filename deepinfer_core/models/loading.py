@@ -24,11 +24,16 @@ class WeightLoader:
         """A dense weight in the dtype of the computation."""
         return self._request.read(name).to(self._request.device, self._dtype)
 
-    def linear(self, *names: str, bias: bool) -> Any:
-        """One handle for projections that share an input, outputs one after another."""
+    def linear(self, *names: str, bias: bool, may_round: bool = False) -> Any:
+        """One handle for projections that share an input, outputs one after another.
+
+        ``may_round`` is passed on to ops that know it; see ``interfaces.kernels``.
+        """
         weight = self.weight(self.linear_op, *(f"{name}.weight" for name in names))
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else None
-        return self.linear_op.prepare(weight, None if biases is None else torch.cat(biases))
+        options = {"may_round": True} if may_round and hasattr(self.linear_op, "may_round") else {}
+        joined = None if biases is None else torch.cat(biases)
+        return self.linear_op.prepare(weight, joined, **options)
 
     def weight(self, op: Any, *names: str) -> Tensor | PackedTensor:
         """Rows of several matrices: as stored if the op says it takes them so, else converted."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_core.sampling.draws import Draw
+
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
@@ -160,5 +162,6 @@ OPS: dict[str, type] = {
     "gelu_mul": GeluMul,
     "moe_gate": MoeGate,
     "moe_experts": MoeExperts,
+    "draw": Draw,
 }
 """Name -> reference implementation."""

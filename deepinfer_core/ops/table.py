@@ -20,6 +20,7 @@ OP_NAMES = (
     "gelu_mul",
     "moe_gate",
     "moe_experts",
+    "draw",
 )
 """Ops of the core, the keys of ``reference.OPS``; known here without importing torch."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from deepinfer_core.sampling.filters import Candidates
+from deepinfer_core.requests import SamplingParams
+from deepinfer_core.sampling.filters import Candidates, candidates
 from deepinfer_core.sampling.rng import MASK64, gumbel_float, splitmix
 from deepinfer_core.sampling.select import where
 
@@ -37,6 +38,45 @@ def draw_coupled(candidates: Candidates, key: int) -> int:
     bits = splitmix(key, close).tolist()
     exact = [each + gumbel_float(own) for each, own in zip(x[near].tolist(), bits, strict=True)]
     return int(close[exact.index(max(exact))])
+
+
+class Draw:
+    """Op "draw": temperature, filters and draw of some rows, each by itself."""
+
+    def run(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw a token for each row; every implementation draws the same ones.
+
+        Args:
+            logits: [n, vocab], float32, each row's largest one finite.
+            temperature: [n], float64, above 0.
+            top_k: [n], int64, 0 is off.
+            top_p: [n], float64, 1 is off.
+            min_p: [n], float64, 0 is off.
+            keys: [n], int64 holding the 64 bits of `rng.stream_key`.
+
+        Returns:
+            [n], int64.
+        """
+        knobs = zip(
+            logits, temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(),
+            keys.tolist(), strict=True,
+        )  # fmt: skip
+        tokens = [
+            draw_coupled(
+                candidates(row, SamplingParams(temperature=t, top_k=k, top_p=p, min_p=least)),
+                key & MASK64,
+            )
+            for row, t, k, p, least, key in knobs
+        ]
+        return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
 def rough_gumbel(bits: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _exponentials() -> tuple[float, ...]:
+def exponentials() -> tuple[float, ...]:
     """Return ``2**MASS_BITS * exp(-n ln2 / 256)`` for n from 0, correctly rounded."""
     context = decimal.Context(prec=30)
     step = context.divide(context.ln(decimal.Decimal(2)), decimal.Decimal(_STEPS))
@@ -75,7 +75,7 @@ def _exponentials() -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _table(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_exponentials(), dtype=torch.float64, device=device)
+    return torch.tensor(exponentials(), dtype=torch.float64, device=device)
 
 
 def masses(x: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 A row's token depends on the row's logits, parameters, seed and position, and on nothing else:
 not on the other rows, their number or order. Rows are therefore computed one at a time, except
-for the argmax that all of them share; an accelerator may bring a fused kernel that draws the
-same tokens (`rng` says how).
+for the argmax that all of them share, and for op "draw", which kernels bring for many rows at
+once; it draws the same tokens everywhere (`rng` says how).
 
 Order: penalties, bias, bans and mask (`processors`), temperature, top-k, top-p, min-p
 (`filters`), then the draw with the noise of the position (`draws`).
@@ -11,7 +11,8 @@ Order: penalties, bias, bans and mask (`processors`), temperature, top-k, top-p,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -19,10 +20,10 @@ import torch
 
 from deepinfer_core.errors import ExecutionError
 from deepinfer_core.requests import TokenLogprob
-from deepinfer_core.sampling.draws import draw_coupled
-from deepinfer_core.sampling.filters import candidates, distribution
+from deepinfer_core.sampling.draws import Draw
+from deepinfer_core.sampling.filters import distribution
 from deepinfer_core.sampling.processors import process
-from deepinfer_core.sampling.rng import Purpose, stream_key
+from deepinfer_core.sampling.rng import MASK64, Purpose, stream_key
 from deepinfer_core.sampling.rows import RowFailure, RowParams
 from deepinfer_core.sampling.scores import find_failure, score_row
 
@@ -45,7 +46,14 @@ class SampleResult:
 
 
 class Sampler:
-    """Draws tokens. Holds no state: the same arguments give the same result."""
+    """Draws tokens. Holds no state: the same arguments give the same result.
+
+    Args:
+        draw: op "draw" as it is bound; None = its reference.
+    """
+
+    def __init__(self, draw: Any = None) -> None:
+        self._draw = draw or Draw()
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowParams]) -> SampleResult:
         """Draw one token for each row.
@@ -76,32 +84,56 @@ class Sampler:
         tokens = picks.tolist()
         failures: list[RowFailure | None] = []
         logprobs: list[TokenLogprob | None] = []
+        drawing: dict[int, torch.Tensor] = {}
         for at, row in enumerate(rows):
             failure = find_failure(logits[at], peaks[at])
-            if failure is None and not row.is_plain_greedy:
-                tokens[at], failure = _draw(logits[at], row)
-            scored = failure is None and row.params.logprobs is not None
+            processed = logits[at]
+            if failure is None and row.is_processed:
+                processed = process(processed, row)
+                picks, peak = argmax_rows(processed.unsqueeze(0))
+                failure, tokens[at] = find_failure(processed, peak[0], _PROCESSED), int(picks[0])
             if failure is not None:
                 tokens[at] = -1
+            elif not row.params.greedy:
+                drawing[at] = processed
             failures.append(failure)
-            top = row.params.logprobs or 0
-            logprobs.append(score_row(logits[at], tokens[at], top) if scored else None)
+        for at, token in self._drawn(logits, rows, drawing):
+            tokens[at] = token
+        for at, row in enumerate(rows):
+            top = row.params.logprobs
+            scored = failures[at] is None and top is not None
+            logprobs.append(score_row(logits[at], tokens[at], top or 0) if scored else None)
         return SampleResult(
             token_ids=torch.tensor(tokens, dtype=torch.int64, device=logits.device),
             logprobs=tuple(logprobs),
             failures=tuple(failures),
         )
 
-
-def _draw(logits: torch.Tensor, row: RowParams) -> tuple[int, RowFailure | None]:
-    processed = process(logits, row)
-    if row.is_processed:
-        picks, peaks = argmax_rows(processed.unsqueeze(0))
-        failure = find_failure(processed, peaks[0], _PROCESSED)
-        if failure is not None or row.params.greedy:
-            return int(picks[0]), failure
-    key = stream_key(row.seed, row.position, Purpose.FRESH)
-    return draw_coupled(candidates(processed, row.params), key), None
+    def _drawn(
+        self, logits: torch.Tensor, rows: Sequence[RowParams], drawing: dict[int, torch.Tensor]
+    ) -> Iterable[tuple[int, int]]:
+        """(row, token) of the rows that are drawn at random, from their processed logits."""
+        if not drawing:
+            return ()
+        chosen = [rows[at] for at in drawing]
+        params = [row.params for row in chosen]
+        untouched = len(chosen) == len(rows) and not any(row.is_processed for row in rows)
+        keys = stream_key(
+            np.array([row.seed & MASK64 for row in chosen], np.uint64).view(np.int64),
+            np.array([row.position for row in chosen], np.int64),
+            Purpose.FRESH,
+        )
+        found = self._draw.run(
+            logits.to(torch.float32)
+            if untouched
+            else torch.stack([each.to(torch.float32) for each in drawing.values()]),
+            torch.tensor([each.temperature for each in params], dtype=torch.float64),
+            torch.tensor([each.top_k for each in params], dtype=torch.int64),
+            torch.tensor([each.top_p for each in params], dtype=torch.float64),
+            torch.tensor([each.min_p for each in params], dtype=torch.float64),
+            torch.from_numpy(keys),
+        )
+        return zip(drawing, found.tolist(), strict=True)
 
 
 def filtered_distribution(logits: torch.Tensor, row: RowParams) -> torch.Tensor:

@@ -217,6 +217,43 @@ def _moe_experts(draw: _Draw, rows: int) -> Iterator[OpCase]:
         )
 
 
+def _sampled(draw: _Draw, rows: int) -> Iterator[OpCase]:
+    """Every filter alone and together, flat and steep rows, ties, banned tokens."""
+    knobs = (
+        ("plain", 1.0, 0, 1.0, 0.0),
+        ("cold", 0.05, 0, 1.0, 0.0),
+        ("hot", 50.0, 0, 1.0, 0.0),
+        ("top-k", 0.8, 7, 1.0, 0.0),
+        ("top-k of more than there are", 1.0, 5000, 1.0, 0.0),
+        ("top-p", 1.3, 0, 0.9, 0.0),
+        ("a small top-p", 1.0, 0, 1e-6, 0.0),
+        ("min-p", 2.0, 0, 1.0, 0.02),
+        ("all", 1.7, 40, 0.97, 0.001),
+    )
+    for name, temperature, top_k, top_p, min_p in knobs:
+        for kind, logits in (
+            ("steep", draw.normal(rows, 1003, scale=4.0)),
+            ("ties", draw.below(4, rows, 517).double()),
+            ("banned", draw.normal(rows, 301)),
+        ):
+            if kind == "banned":
+                logits[:, 5:290] = -torch.inf
+            yield OpCase(
+                name=f"{name}, {kind}",
+                family=Family.COPY,
+                run=(
+                    logits.float().double(),
+                    torch.full((rows,), temperature, dtype=torch.float64),
+                    torch.full((rows,), top_k),
+                    torch.full((rows,), top_p, dtype=torch.float64),
+                    torch.full((rows,), min_p, dtype=torch.float64),
+                    draw.below(2**62, rows),
+                ),
+                by_row=(0, 1, 2, 3, 4, 5),
+                exact=(0, 1, 3, 4),
+            )
+
+
 CASES: dict[str, Callable[[_Draw, int], Iterator[OpCase]]] = {
     "linear": _linear,
     "embedding": _embedding,
@@ -227,6 +264,7 @@ CASES: dict[str, Callable[[_Draw, int], Iterator[OpCase]]] = {
     "gelu_mul": _gated,
     "moe_gate": _moe_gate,
     "moe_experts": _moe_experts,
+    "draw": _sampled,
 }
 """Op -> its cases for a number of rows."""
 

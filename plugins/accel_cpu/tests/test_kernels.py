@@ -46,18 +46,46 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (5, 64), (40, 96), (1, 32), (129, 256)])
 def test_packed_products_agree_and_rows_stand_alone(
-    native: Any, packed: Packed, kind: str, outputs: int, inputs: int
+    native: Any, packed: Packed, kind: str, bits: int, outputs: int, inputs: int
 ) -> None:
-    op, weight = NativeLinear(native), packed(kind, outputs, inputs)
-    handle = op.prepare(weight)
-    for rows in (1, 2, 3, 4, 5, 9, 33, 131):
+    op, weight = NativeLinear(native, bits), packed(kind, outputs, inputs)
+    handle = op.prepare(weight, may_round=True)
+    for rows in (1, 2, 3, 4, 5, 9, 17, 33, 131):
         x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows))
         found = op.run(x, handle)
-        close(found, exact(x, weight))
+        rounded = bits == 8 and kind != "q8_0"
+        close(found, exact(bytes_of(x) if rounded else x, weight))
         alone = torch.cat([op.run(row, handle) for row in x.split(1)])
         assert torch.equal(alone, found)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Numbers as 8 bits keep them: a scale for every 16."""
+    spans = x.double().view(x.shape[0], -1, 16)
+    scale = (spans.abs().amax(-1, keepdim=True) / 127).float().double().clamp(min=1e-30)
+    return ((spans / scale).round() * scale).view(x.shape)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1"])
+def test_only_what_may_be_rounded_is_rounded(native: Any, packed: Packed, kind: str) -> None:
+    weight, x = packed(kind, 40, 96), torch.randn(3, 96)
+    op, precise = NativeLinear(native, 8), NativeLinear(native)
+    expected = precise.run(x, precise.prepare(weight, may_round=True))
+    assert torch.equal(op.run(x, op.prepare(weight)), expected)
+    assert not torch.equal(op.run(x, op.prepare(weight, may_round=True)), expected)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1"])
+def test_the_largest_sums_of_bytes_fit(native: Any, packed: Packed, kind: str) -> None:
+    weight = packed(kind, 16, 64)
+    weight.data.view(16, 2, -1)[..., 4 if kind == "q4_1" else 2 :] = 255
+    op = NativeLinear(native, 8)
+    handle = op.prepare(weight, may_round=True)
+    for x in (torch.full((5, 64), 3.0), torch.full((5, 64), -3.0)):
+        close(op.run(x, handle), exact(x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -76,7 +104,9 @@ def test_embeddings_are_the_rows_bit_for_bit(native: Any, packed: Packed, kind: 
     ids = torch.tensor([69, 0, 17, 17])
     expected = dequantize(weight.data, kind, weight.shape)[ids]
     assert torch.equal(op.run(ids, op.prepare(weight)), expected)
-    assert torch.equal(op.run(ids, op.from_linear(NativeLinear(native).prepare(weight))), expected)
+    for bits in (16, 8):
+        handle = NativeLinear(native, bits).prepare(weight, may_round=True)
+        assert torch.equal(op.run(ids, op.from_linear(handle)), expected)
 
 
 @pytest.mark.parametrize("wrong", [-1, 70])
@@ -122,16 +152,20 @@ def test_any_shape_fills_exactly_its_result(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_damaged_blocks_give_numbers_not_a_crash(native: Any, packed: Packed, kind: str) -> None:
-    op = NativeLinear(native)
-    handle = op.prepare(packed(kind, 33, 64, wild=True))
+@pytest.mark.parametrize("bits", [16, 8])
+def test_damaged_blocks_give_numbers_not_a_crash(
+    native: Any, packed: Packed, kind: str, bits: int
+) -> None:
+    op = NativeLinear(native, bits)
+    handle = op.prepare(packed(kind, 33, 64, wild=True), may_round=True)
     for rows in (1, 6):
         assert op.run(torch.ones(rows, 64), handle).shape == (rows, 33)
 
 
-def test_bad_activations_stay_in_their_rows(native: Any, packed: Packed) -> None:
-    op = NativeLinear(native)
-    handle = op.prepare(packed("q4_1", 32, 64))
+@pytest.mark.parametrize("bits", [16, 8])
+def test_bad_activations_stay_in_their_rows(native: Any, packed: Packed, bits: int) -> None:
+    op = NativeLinear(native, bits)
+    handle = op.prepare(packed("q4_1", 32, 64), may_round=True)
     x = torch.ones(4, 64)
     x[1, 3], x[2, 40] = torch.nan, torch.inf
     found = op.run(x, handle)

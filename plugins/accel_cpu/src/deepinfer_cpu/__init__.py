@@ -20,9 +20,12 @@ class KernelsConfig:
     Attributes:
         level: instruction level ("portable", "avx2", "avx512", "amx"); "" = the best that runs
             here.
+        activation_bits: of the activations that meet weights of 4 bits in attention's output and
+            in feed-forwards: 8, with a scale for every 16 numbers, or 16. All others have 16.
     """
 
     level: str = field(default="", validator=validators.in_(("", *LEVELS)))
+    activation_bits: int = field(default=8, validator=validators.in_((8, 16)))
 
 
 def _why_not() -> str | None:

@@ -36,22 +36,24 @@ class CpuKernels:
 
     Args:
         level: instruction level, "" = the best.
+        activation_bits: of activations that may be rounded, where weights have 4 bits.
     """
 
-    def __init__(self, level: str = "") -> None:
-        self._library = library.load(level)
+    def __init__(self, level: str = "", activation_bits: int = 16) -> None:
+        self._library, self._bits = library.load(level), activation_bits
         self._level = library.level_of(self._library)
 
     def providers(self) -> Sequence[OpProvider]:
         """One provider an op, named by the instruction level."""
-        native = self._library
+        native, bits = self._library, self._bits
         makers: dict[str, Callable[[OpFacts], Any]] = {
-            "linear": lambda facts: ops.NativeLinear(native),
+            "linear": lambda facts: ops.NativeLinear(native, bits),
             "embedding": lambda facts: ops.NativeEmbedding(native, getattr(torch, facts.dtype)),
             "rms_norm": lambda facts: ops.NativeRmsNorm(native),
             "add_rms_norm": lambda facts: ops.NativeAddRmsNorm(native),
             "rope": lambda facts: ops.NativeRope(native),
             "silu_mul": lambda facts: ops.NativeSiluMul(native),
+            "draw": lambda facts: ops.NativeDraw(native),
         }
         return [
             OpProvider(
@@ -78,6 +80,6 @@ class CpuKernels:
 
 def build(config: Any, context: KernelsContext) -> CpuKernels:
     """Make the set; as many threads as torch was told to use."""
-    kernels = CpuKernels(config.level)
+    kernels = CpuKernels(config.level, config.activation_bits)
     library.load(config.level).di_set_threads(torch.get_num_threads())
     return kernels

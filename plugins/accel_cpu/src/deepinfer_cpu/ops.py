@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.ops.reference import Rope
+from deepinfer_core.sampling.portable import exponentials
+from deepinfer_cpu.structs import DrawRow
 from deepinfer_cpu.weights import PACKED_FORMATS, PackedWeight, pack
 
 
@@ -24,13 +27,29 @@ class _Op:
 
 
 class NativeLinear(_Op):
-    """``Linear`` over panels; 4 and 8 bit weights meet activations of 16 bits a number."""
+    """``Linear`` over panels.
+
+    Args:
+        library: the native library.
+        bits: of activations that may be rounded and meet 4 bit weights, 16 or 8; others have 16.
+    """
 
     packed_formats = PACKED_FORMATS
+    may_round = True
 
-    def prepare(self, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> PackedWeight:
+    def __init__(self, library: Any, bits: int = 16) -> None:
+        super().__init__(library)
+        self._bits = bits
+
+    def prepare(
+        self,
+        weight: Tensor | PackedTensor,
+        bias: Tensor | None = None,
+        *,
+        may_round: bool = False,
+    ) -> PackedWeight:
         """Repack; see the reference."""
-        return pack(self._library, weight, bias)
+        return pack(self._library, weight, bias, bits=self._bits if may_round else 16)
 
     def run(self, x: Tensor, handle: PackedWeight) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
@@ -129,3 +148,29 @@ class NativeSiluMul(_Op):
         out = torch.empty(rows, size)
         self._library.di_silu_mul(wide.data_ptr(), wide.stride(0), rows, size, out.data_ptr())
         return out.to(gate_up.dtype)
+
+
+class NativeDraw(_Op):
+    """``Draw``: the same tokens, without looking at what cannot be drawn."""
+
+    @cached_property
+    def _table(self) -> Tensor:
+        return torch.tensor(exponentials(), dtype=torch.float64)
+
+    def run(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+        keys: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """See the reference."""
+        wide = rows_of(logits)
+        knobs = zip(
+            temperature.tolist(), top_p.tolist(), min_p.tolist(), top_k.tolist(), keys.tolist(),
+            strict=True,
+        )  # fmt: skip
+        params = (DrawRow * wide.shape[0])(*(DrawRow(*row) for row in knobs))
+        out = torch.empty(wide.shape[0], dtype=torch.int64)
+        self._library.di_draw(
+            wide.data_ptr(), wide.stride(0), *wide.shape, params, self._table.data_ptr(),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out

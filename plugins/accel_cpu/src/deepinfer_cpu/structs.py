@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 
@@ -66,7 +66,19 @@ class Linear(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("format", c_int32),
-        ("reserved", c_int32),
+        ("bits", c_int32),
+    )
+
+
+class DrawRow(ctypes.Structure):
+    """``di::DrawRow`` of ``draw.cpp``: how one row is drawn."""
+
+    _fields_ = (
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("top_k", c_int64),
+        ("key", c_int64),
     )
 
 

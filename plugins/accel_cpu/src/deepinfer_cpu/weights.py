@@ -14,6 +14,9 @@ from deepinfer_cpu.structs import Format, Linear
 PACKED_FORMATS = ("q4_0", "q4_1", "q8_0")
 """Block formats whose rows are repacked as they are."""
 
+FOUR_BITS = (Format.Q4_0, Format.Q4_1)
+"""Formats that can meet activations of 8 bits."""
+
 GROUP = 32
 
 
@@ -28,12 +31,12 @@ class PackedWeight:
     """
 
     def __init__(self, library: Any, format: Format, rows: Tensor, shape: tuple[int, int],
-                 bias: Tensor | None) -> None:  # fmt: skip
+                 bias: Tensor | None, bits: int) -> None:  # fmt: skip
         self.n, self.k = shape
         self.format = format
         self._bias = None if bias is None else bias.float().contiguous()
         self.struct = Linear(
-            n=self.n, k=self.k, format=format,
+            n=self.n, k=self.k, format=format, bits=bits if format in FOUR_BITS else 16,
             bias=None if self._bias is None else self._bias.data_ptr(),
         )  # fmt: skip
         self.reference = ctypes.byref(self.struct)
@@ -43,20 +46,24 @@ class PackedWeight:
         library.di_pack(self.reference, rows.data_ptr())
 
 
-def pack(library: Any, weight: Tensor | PackedTensor, bias: Tensor | None = None) -> PackedWeight:
+def pack(
+    library: Any, weight: Tensor | PackedTensor, bias: Tensor | None = None, *, bits: int = 16
+) -> PackedWeight:
     """Repack a weight as stored, or a dense one: bfloat16 as it is, everything else as float32.
 
     Args:
         library: the native library.
         weight: [outputs, inputs]; a packed one in a format of ``PACKED_FORMATS``.
         bias: [outputs] or None.
+        bits: of the activations that 4 bit weights will meet: 16 or 8.
     """
     if isinstance(weight, PackedTensor):
         outputs, inputs = weight.shape
         rows = weight.data.contiguous()
-        return PackedWeight(library, Format[weight.format.upper()], rows, (outputs, inputs), bias)
+        kind = Format[weight.format.upper()]
+        return PackedWeight(library, kind, rows, (outputs, inputs), bias, bits)
     outputs, inputs = weight.shape
     narrow = weight.dtype == torch.bfloat16
     rows = weight.detach().to(torch.bfloat16 if narrow else torch.float32).contiguous()
     kind = Format.BF16 if narrow else Format.F32
-    return PackedWeight(library, kind, rows, (outputs, inputs), bias)
+    return PackedWeight(library, kind, rows, (outputs, inputs), bias, bits)

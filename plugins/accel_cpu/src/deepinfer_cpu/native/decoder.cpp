@@ -162,8 +162,7 @@ class Run {
           silu_mul(gate, gate + 2 * BLOCK * PANEL, PANEL, act + i * PANEL);
         }
         if (is_integer(layer.down->format))
-          quantize_row(act, GROUP, act_.quants + row * size + group * GROUP,
-                       act_.scales + row * groups + group, act_.sums + row * groups + group);
+          act_.quantize(*layer.down, row, group * GROUP, act, GROUP);
         else
           std::memcpy(act_.floats + row * size + group * GROUP, act, sizeof act);
       }

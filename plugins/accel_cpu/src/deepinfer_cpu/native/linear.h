@@ -2,8 +2,9 @@
 // outputs side by side; the last panel is filled up with zeros.
 //
 //   Q4_0, Q4_1, Q8_0: per panel and group of 32 inputs: 16 scales (f16), for Q4_1 16 minima (f16),
-//     then 4 bit: 4 chunks of 8 inputs, in each 16 words of 32 bits, in which the even inputs
-//     are nibbles 0 to 3 and the odd ones nibbles 4 to 7;
+//     then 4 bit: 4 chunks of 8 inputs, in each 16 words of 32 bits. For activations of 16 bits
+//     the even inputs are nibbles 0 to 3 of a word and the odd ones nibbles 4 to 7; for those of
+//     8 bits the first four inputs are the low nibbles of its bytes, the others the high ones;
 //     8 bit: 16 pairs of inputs, in each 16 x 2 bytes.
 //   BF16, F32: per panel and input: 16 numbers.
 //
@@ -30,8 +31,9 @@ struct Linear {
   int64_t n;          // outputs
   int64_t k;          // inputs
   int32_t format;
-  int32_t reserved;
+  int32_t bits;  // of a number that meets integer weights: 16, or 8 with weights of 4 bits
 
+  int64_t spans() const { return bits == 8 ? 2 : 1; }  // scales of a group of activations
   int64_t num_panels() const { return (n + PANEL - 1) / PANEL; }
   int64_t panel_bytes() const {
     return is_integer(format) ? k / GROUP * group_bytes(format)
@@ -39,18 +41,19 @@ struct Linear {
   }
 };
 
-// Rows that are multiplied: floats, or 16 bit integers with a scale for each group.
+// Rows that are multiplied: floats, or integers of Linear::bits.
 struct Rows {
   const float* floats;   // row i at i * stride
   int64_t stride;
-  const int16_t* quants; // [count, k]
-  const float* scales;   // [count, k / GROUP]
-  const float* sums;     // of each group's numbers, likewise
+  const void* quants;    // [count, k]
+  const float* scales;   // [count, k / GROUP * spans]
+  const float* sums;     // [count, k / GROUP], of each group's numbers
   int64_t count;
 };
 
 // Quantise one row: x is about quants * scales. NaN and infinity make the group's scale NaN.
-void quantize_row(const float* x, int64_t k, int16_t* quants, float* scales, float* sums);
+void quantize_row(int32_t bits, const float* x, int64_t k, void* quants, float* scales,
+                  float* sums);
 
 // Scratch for the unpacked weights of a panel.
 inline int64_t room_bytes(int64_t k) { return k * PANEL * 4 + 64; }

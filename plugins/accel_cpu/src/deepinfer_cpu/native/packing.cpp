@@ -18,9 +18,11 @@ inline uint32_t nibble(const uint8_t* data, int i) {
 }
 
 // Place of input i among the 8 nibbles of its word.
-inline int place(int i) { return i % 8 / 2 + (i & 1) * 4; }
+inline int place(int32_t bits, int i) {
+  return bits == 8 ? i % 4 * 2 + i % 8 / 4 : i % 8 / 2 + (i & 1) * 4;
+}
 
-void pack_group(int32_t format, const uint8_t* block, uint8_t* group, int lane) {
+void pack_group(int32_t format, int32_t bits, const uint8_t* block, uint8_t* group, int lane) {
   std::memcpy(group + 2 * lane, block, 2);
   const uint8_t* data = block + 2;
   uint8_t* out = group + 32;
@@ -35,12 +37,12 @@ void pack_group(int32_t format, const uint8_t* block, uint8_t* group, int lane) 
   }
   for (int chunk = 0; chunk < 4; chunk++) {
     uint32_t word = 0;
-    for (int i = 0; i < 8; i++) word |= nibble(data, chunk * 8 + i) << (4 * place(i));
+    for (int i = 0; i < 8; i++) word |= nibble(data, chunk * 8 + i) << (4 * place(bits, i));
     std::memcpy(out + chunk * 4 * PANEL + 4 * lane, &word, 4);
   }
 }
 
-void unpack_group(int32_t format, const uint8_t* group, int lane, float* out) {
+void unpack_group(int32_t format, int32_t bits, const uint8_t* group, int lane, float* out) {
   const float scale = from_f16(((const uint16_t*)group)[lane]);
   const uint8_t* data = group + 32;
   float minimum = 0;
@@ -55,7 +57,7 @@ void unpack_group(int32_t format, const uint8_t* group, int lane, float* out) {
     }
     uint32_t word;
     std::memcpy(&word, data + i / 8 * 4 * PANEL + 4 * lane, 4);
-    const float q = float((word >> (4 * place(i))) & 15);
+    const float q = float((word >> (4 * place(bits, i))) & 15);
     out[i] = format == Q4_0 ? scale * (q - 8) : scale * q + minimum;
   }
 }
@@ -71,7 +73,8 @@ void unpack_row(const Linear& linear, int64_t output, float* out) {
   const int lane = int(output % PANEL);
   if (is_integer(linear.format)) {
     for (int64_t g = 0; g < linear.k / GROUP; g++)
-      unpack_group(linear.format, head + g * group_bytes(linear.format), lane, out + g * GROUP);
+      unpack_group(linear.format, linear.bits, head + g * group_bytes(linear.format), lane,
+                   out + g * GROUP);
     return;
   }
   for (int64_t i = 0; i < linear.k; i++)
@@ -102,7 +105,7 @@ DI_EXPORT void di_pack(const Linear* linear, const uint8_t* rows) {
         const uint8_t* row = rows + (panel * PANEL + lane) * row_bytes;
         if (integer) {
           for (int64_t g = 0; g < k / GROUP; g++)
-            pack_group(linear->format, row + g * block_bytes(linear->format),
+            pack_group(linear->format, linear->bits, row + g * block_bytes(linear->format),
                        head + g * group_bytes(linear->format), lane);
         } else {
           for (int64_t i = 0; i < k; i++)

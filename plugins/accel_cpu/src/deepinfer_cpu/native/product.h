@@ -15,7 +15,7 @@ void multiply_float(const Linear&, const Rows&, int64_t, int64_t, int64_t, float
 
 // Memory for rows as a product wants them, and for what each thread needs besides.
 struct Workspace {
-  int16_t* quants;
+  uint8_t* quants;
   float* scales;
   float* sums;
   float* floats;
@@ -24,8 +24,8 @@ struct Workspace {
   int64_t room;
 
   Workspace(Call& call, int64_t rows, int64_t widest, int threads)
-      : quants(call.take<int16_t>(rows * widest)),
-        scales(call.take<float>(rows * (widest / GROUP + 1))),
+      : quants(call.take<uint8_t>(2 * rows * widest)),
+        scales(call.take<float>(rows * (widest / GROUP + 1) * 2)),
         sums(call.take<float>(rows * (widest / GROUP + 1))),
         floats(call.take<float>(rows * widest)),
         rooms(call.take<uint8_t>(threads * ((room_bytes(widest) + 63) / 64 * 64))),
@@ -36,11 +36,18 @@ struct Workspace {
   void* room_of(const Team& team) const { return rooms + team.rank * room; }
   float* pieces_of(const Team& team) const { return pieces + team.rank * 4 * BLOCK * PANEL; }
 
+  // Take some whole groups of a row in, from input `at` on.
+  void quantize(const Linear& linear, int64_t row, int64_t at, const float* x, int64_t count) const {
+    const int64_t place = row * linear.k + at;
+    quantize_row(linear.bits, x, count, quants + place * linear.bits / 8,
+                 scales + place / GROUP * linear.spans(), sums + place / GROUP);
+  }
+
   // Take a row in, in the form that the linear multiplies.
   void put(const Linear& linear, int64_t row, const float* x) const {
-    const int64_t k = linear.k, groups = k / GROUP;
+    const int64_t k = linear.k;
     if (is_integer(linear.format))
-      quantize_row(x, k, quants + row * k, scales + row * groups, sums + row * groups);
+      quantize(linear, row, 0, x, k);
     else
       std::memcpy(floats + row * k, x, size_t(k) * 4);
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class ModelStep:
         *,
         batch: Batch,
         token_ids: Tensor,
-        logit_rows: Tensor,
+        padded_logits: int,
         attention: Attention,
         storages: Sequence[GroupStorage],
         group_of: Mapping[int, int],
@@ -31,12 +32,21 @@ class ModelStep:
     ) -> None:
         self.batch = batch
         self.token_ids = token_ids
-        self.positions = _padded(batch.positions, len(token_ids), device)
-        self.logit_rows = logit_rows
+        self._device, self._padded_logits = device, padded_logits
         self.scratch: dict[str, Any] = {}
         self.taps: dict[str, Tensor] = {}
         self._attention, self._storages, self._group_of = attention, storages, group_of
         self._plans = [attention.plan(batch, index, device) for index in range(len(storages))]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[padded rows] int64."""
+        return _padded(self.batch.positions, len(self.token_ids), self._device)
+
+    @cached_property
+    def logit_rows(self) -> Tensor:
+        """[padded number of logits] int64: the rows whose logits are wanted."""
+        return _padded(self.batch.logit_rows, self._padded_logits, self._device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, params: Any
@@ -152,7 +162,7 @@ class LocalExecutor:
         step = ModelStep(
             batch=batch,
             token_ids=token_ids,
-            logit_rows=_padded(batch.logit_rows, pad(num_logits), device),
+            padded_logits=pad(num_logits),
             attention=self._attention,
             storages=self._storages,
             group_of=self._group_of,

@@ -1,6 +1,6 @@
 """GGUF files: one file with weights, configuration and tokenizer.
 
-The file is memory-mapped; a tensor is expanded when it is asked for and not kept.
+Dense tensors share the memory-mapped file; blocks are read when they are asked for and not kept.
 """
 
 from __future__ import annotations
@@ -173,6 +173,8 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self._path} has no tensor {name!r}") from None
 
     def _packed_rows(self, source: Source) -> Tensor:
+        if source.tensor.kind not in _DENSE:
+            return torch.from_numpy(self._file.read(source.tensor, source.expert))
         rows = self._file.rows(source.tensor)
         if not rows.size:
             raise CheckpointError(f"{self._path} was closed, or {source.tensor.name!r} is empty")

@@ -78,8 +78,28 @@ class GgufFile:
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         return raw.reshape((*tensor.shape[:-1], -1)) if tensor.shape else raw
 
+    def read(self, tensor: GgufTensor, index: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return a copy of ``rows``, or of one entry along its first dimension.
+
+        Memory of a copy is given back once it was used; pages of the mapping would stay, so that
+        weights that are repacked would be in memory twice.
+
+        Raises:
+            CheckpointError: the file was closed, or is shorter than it was.
+        """
+        parts = 1 if index is None else tensor.shape[0]
+        count = tensor.num_bytes // parts
+        if not self._data.size:
+            raise CheckpointError(f"{self.path} was closed; open it again")
+        start = tensor.offset + count * (index or 0)
+        data = np.fromfile(self.path, np.uint8, count, offset=start)
+        if len(data) != count:
+            raise _bad(self.path, f"it was cut short while {tensor.name!r} was read")
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        return data.reshape((*shape[:-1], -1))
+
     def close(self) -> None:
-        """Let go of the mapping; arrays that were handed out keep it alive for themselves."""
+        """Let go of the mapping; arrays that were handed out stay valid."""
         self._data = np.empty(0, dtype=np.uint8)
 
 

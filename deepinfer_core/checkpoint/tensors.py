@@ -38,7 +38,7 @@ class PackedTensor:
     Attributes:
         format: name of the block format in lower case, such as ``q4_1``.
         data: ``[*shape[:-1], bytes_per_row]``, uint8; blocks lie along the last dimension. It may
-            share memory with the mapped file, so do not write to it.
+            share memory with a mapped file, so do not write to it.
         shape: of the dense tensor that the blocks stand for.
         block_size: dense elements per block.
         bytes_per_block: bytes per block.

@@ -46,7 +46,8 @@ class DecoderHandle:
             half=weights.cos.shape[1],
             eps=weights.norm_eps,
         )
-        self.taps = ["embedding", *(f"layer.{i}" for i in range(len(weights.layers)))]
+        names = ["embedding", *(f"layer.{i}" for i in range(len(weights.layers)))]
+        self.taps = {name: index for index, name in enumerate(names)}
 
     def bind(self, storages: Sequence[KvStorage]) -> None:
         """Point the layers to the memory of their cache groups."""
@@ -107,10 +108,10 @@ class NativeDecoderLayers:
         rows, wanted = batch.num_tokens, np.ascontiguousarray(batch.logit_rows, np.int32)
         positions = np.ascontiguousarray(batch.positions, np.int32)
         hidden = handle.weights.hidden_size
-        taps = {name: torch.empty(rows, hidden) for name in handle.taps if name in batch.taps}
-        tap_array = (ctypes.c_void_p * len(handle.taps))(
-            *(taps[name].data_ptr() if name in taps else None for name in handle.taps)
-        )
+        taps = {name: torch.empty(rows, hidden) for name in batch.taps if name in handle.taps}
+        tap_array = (ctypes.c_void_p * len(handle.taps))()
+        for name, rows_of_tap in taps.items():
+            tap_array[handle.taps[name]] = rows_of_tap.data_ptr()
         plan_array = (ctypes.c_void_p * len(plans))(*(ctypes.addressof(p.struct) for p in plans))
         out = torch.empty(len(wanted), hidden)
         native = structs.Step(

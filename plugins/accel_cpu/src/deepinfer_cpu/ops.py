@@ -11,6 +11,7 @@ from torch import Tensor
 from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.ops.reference import Rope
 from deepinfer_core.sampling.portable import exponentials
+from deepinfer_cpu.memory import WeightMemory
 from deepinfer_cpu.structs import DrawRow
 from deepinfer_cpu.weights import PACKED_FORMATS, PackedWeight, pack
 
@@ -39,7 +40,7 @@ class NativeLinear(_Op):
 
     def __init__(self, library: Any, bits: int = 16) -> None:
         super().__init__(library)
-        self._bits = bits
+        self._bits, self._memory = bits, WeightMemory()
 
     def prepare(
         self,
@@ -49,7 +50,7 @@ class NativeLinear(_Op):
         may_round: bool = False,
     ) -> PackedWeight:
         """Repack; see the reference."""
-        return pack(self._library, weight, bias, bits=self._bits if may_round else 16)
+        return pack(self._library, self._memory, weight, bias, bits=self._bits if may_round else 16)
 
     def run(self, x: Tensor, handle: PackedWeight) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, out_features]."""
@@ -68,11 +69,11 @@ class NativeEmbedding(_Op):
 
     def __init__(self, library: Any, dtype: torch.dtype) -> None:
         super().__init__(library)
-        self._dtype = dtype
+        self._dtype, self._memory = dtype, WeightMemory()
 
     def prepare(self, weight: Tensor | PackedTensor) -> PackedWeight:
         """Repack."""
-        return pack(self._library, weight)
+        return pack(self._library, self._memory, weight)
 
     def from_linear(self, handle: PackedWeight) -> PackedWeight:
         """Share what the linear op packed."""

@@ -29,7 +29,9 @@ def floats(*shape: int) -> np.ndarray[Any, Any]:
     return RANDOM.standard_normal(shape).astype(np.float32)
 
 
-def weight(native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = False) -> Any:
+def weight(
+    native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = False, bits: int = 16
+) -> Any:
     """A packed weight; wild ones have scales of any bits."""
     rows: np.ndarray[Any, Any] = floats(n, k)
     if kind == structs.Format.BF16:
@@ -38,7 +40,7 @@ def weight(native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = Fa
         rows = RANDOM.integers(0, 256, (n, k // 32, BLOCKS[kind]), dtype=np.uint8)
         if not wild:
             rows[..., :4] = np.array([0.02, 0.01], np.float16).view(np.uint8)
-    linear = structs.Linear(n=n, k=k, format=kind, bias=at(floats(n)))
+    linear = structs.Linear(n=n, k=k, format=kind, bits=bits, bias=at(floats(n)))
     panels = np.empty(native.di_packed_bytes(ctypes.byref(linear)), np.uint8)
     linear.panels = at(panels)
     native.di_pack(ctypes.byref(linear), at(rows))
@@ -47,10 +49,11 @@ def weight(native: Any, kind: structs.Format, n: int, k: int, *, wild: bool = Fa
 
 
 def products(native: Any) -> None:
-    for kind in structs.Format:
+    narrow = [(kind, 8) for kind in (structs.Format.Q4_0, structs.Format.Q4_1)]
+    for kind, bits in (*((kind, 16) for kind in structs.Format), *narrow):
         for n, k in ((1, 32), (16, 64), (37, 96), (130, 160)):
             for wild in (False, True):
-                linear = weight(native, kind, n, k, wild=wild)
+                linear = weight(native, kind, n, k, wild=wild, bits=bits)
                 for rows in (1, 2, 3, 5, 66):
                     x, out = floats(rows, k), np.empty((rows, n), np.float32)
                     native.di_linear(ctypes.byref(linear), at(x), k, rows, at(out), n)
@@ -72,6 +75,26 @@ def row_ops(native: Any) -> None:
         native.di_rope(
             at(x), 2 * size, 2 * size, at(angles), at(angles), rows, 1, 2 * size, size, at(turned)
         )
+
+
+def draws(native: Any) -> None:
+    """Each filter, for steep and flat rows, and for rows that ban all but a few tokens."""
+    table = 2.0 ** (40 - np.arange(43 * 256) / 256)
+    knobs = (
+        {}, {"temperature": 0.01}, {"temperature": 90.0}, {"top_k": 3}, {"top_k": 10**9},
+        {"top_p": 0.9}, {"top_p": 1e-9}, {"min_p": 1.0}, {"min_p": 1e-4, "top_p": 0.99},
+    )  # fmt: skip
+    params = (structs.DrawRow * len(knobs))(
+        *(structs.DrawRow(**{"temperature": 1.0, "top_p": 1.0, **each}) for each in knobs)
+    )
+    for vocab in (1, 5, 16, 333):
+        for scale in (0.0, 1.0, 1e30):
+            logits, out = scale * floats(len(knobs), vocab), np.empty(len(knobs), np.int64)
+            if scale == 1.0:
+                logits[:, 1:300] = -np.inf
+            logits = logits.astype(np.float32)
+            native.di_draw(at(logits), vocab, len(knobs), vocab, params, at(table), at(out))
+            assert ((out >= 0) & (out < vocab)).all()
 
 
 def decoder(native: Any, kind: structs.Format) -> None:
@@ -157,6 +180,7 @@ def main(path: str) -> None:
         native.di_set_threads(threads)
         products(native)
         row_ops(native)
+        draws(native)
         for kind in (structs.Format.Q4_1, structs.Format.Q8_0, structs.Format.F32):
             decoder(native, kind)
     native.di_set_threads(1)

@@ -178,7 +178,9 @@ class Drawer {
     const auto before = [&](int32_t a, int32_t b) {
       return logits_[a] != logits_[b] ? logits_[a] > logits_[b] : a < b;
     };
-    std::partial_sort(ids.begin(), ids.begin() + count, ids.end(), before);
+    if (count < int64_t(ids.size()))
+      std::nth_element(ids.begin(), ids.begin() + count, ids.end(), before);
+    std::sort(ids.begin(), ids.begin() + count, before);
   }
 
   const float* logits_;

@@ -25,7 +25,7 @@ class KernelsConfig:
     """
 
     level: str = field(default="", validator=validators.in_(("", *LEVELS)))
-    activation_bits: int = field(default=8, validator=validators.in_((8, 16)))
+    activation_bits: int = field(default=16, validator=validators.in_((8, 16)))
 
 
 def _why_not() -> str | None:

@@ -86,12 +86,18 @@ class StepContext(Protocol):
     batch: Batch
     token_ids: torch.Tensor
     """[num_rows], int64, on the device; ``num_rows`` is ``batch.num_tokens`` or, padded, more."""
-    positions: torch.Tensor
-    """[num_rows], int64, on the device."""
-    logit_rows: torch.Tensor
-    """[num_logits or more], int64, on the device: the wanted rows, then padding."""
     scratch: dict[str, Any]
     """Whatever layers hand to later layers of the same step (top-k lists, candidates)."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[num_rows], int64, on the device."""
+        ...
+
+    @property
+    def logit_rows(self) -> torch.Tensor:
+        """[num_logits or more], int64, on the device: the wanted rows, then padding."""
+        ...
 
     def attend(
         self,

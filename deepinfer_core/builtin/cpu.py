@@ -16,27 +16,6 @@ from deepinfer_core.ops.rows import padded_rows
 T = TypeVar("T")
 
 
-class CpuDone(Generic[T]):
-    """A result that was there before anybody waited."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._error: Exception | None = None
-        try:
-            self._result = _without_autograd(work)
-        except Exception as error:
-            self._error = error
-
-    def wait(self) -> T:
-        """Return it, or raise what the work raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def done(self) -> bool:
-        """It is."""
-        return True
-
-
 class CpuPending(Generic[T]):
     """A result of the CPU's queue."""
 
@@ -86,11 +65,16 @@ class CpuAccelerator:
         limit = _control_group_free()
         return MemoryInfo(total_bytes=total, free_bytes=free if limit is None else min(free, limit))
 
-    def launch(self, work: Callable[[], T]) -> CpuPending[T] | CpuDone[T]:
+    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
         """Run ``work`` after everything launched before."""
-        if self._queue is None:
-            return CpuDone(work)
-        return CpuPending(self._queue.submit(_without_autograd, work))
+        if self._queue is not None:
+            return CpuPending(self._queue.submit(_without_autograd, work))
+        future: Future[T] = Future()
+        try:
+            future.set_result(_without_autograd(work))
+        except Exception as error:
+            future.set_exception(error)
+        return CpuPending(future)
 
     def pad_tokens(self, num_tokens: int) -> int:
         """A ladder of sizes: oneDNN compiles and keeps a kernel for every row count it meets."""

@@ -80,7 +80,7 @@ def row_ops(native: Any) -> None:
 def draws(native: Any) -> None:
     """Each filter, for steep and flat rows, and for rows that ban all but a few tokens."""
     table = 2.0 ** (40 - np.arange(43 * 256) / 256)
-    knobs = (
+    knobs: tuple[dict[str, float], ...] = (
         {}, {"temperature": 0.01}, {"temperature": 90.0}, {"top_k": 3}, {"top_k": 10**9},
         {"top_p": 0.9}, {"top_p": 1e-9}, {"min_p": 1.0}, {"min_p": 1e-4, "top_p": 0.99},
     )  # fmt: skip

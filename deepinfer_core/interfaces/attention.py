@@ -61,7 +61,7 @@ class GroupStorage(Protocol):
         """The bytes of one page over all layers, in the group's published layout."""
         ...
 
-    def import_page(self, page: int, data: bytes) -> None:
+    def import_page(self, page: int, data: bytes | memoryview) -> None:
         """Inverse of ``export_page``; wrong length raises ValueError."""
         ...
 

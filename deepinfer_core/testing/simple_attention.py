@@ -44,7 +44,7 @@ class SimpleStorage:
         parts = [tensor[page] for pair in self.tensors.values() for tensor in pair]
         return b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts)
 
-    def import_page(self, page: int, data: bytes) -> None:
+    def import_page(self, page: int, data: bytes | memoryview) -> None:
         """Inverse of ``export_page``."""
         if len(data) != self.group.bytes_per_page:
             raise ValueError(f"{len(data)} bytes are no page of {self.group.bytes_per_page}")

@@ -197,9 +197,9 @@ class _ExportsOneLayer(SimpleStorage):
 
 
 class _TakesAnyLength(SimpleStorage):
-    def import_page(self, page: int, data: bytes) -> None:
+    def import_page(self, page: int, data: bytes | memoryview) -> None:
         size = self.group.bytes_per_page
-        super().import_page(page, data[:size].ljust(size, b"\0"))
+        super().import_page(page, bytes(data[:size]).ljust(size, b"\0"))
 
 
 def _with_storage(storage: type[SimpleStorage]) -> type[SimpleAttention]:

@@ -18,8 +18,24 @@ if TYPE_CHECKING:
 
 RULES = ("snapshot", "exact", "bounded")
 
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
-"""Of the model that is measured where none is named."""
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]}
+
+TINY: dict[str, dict[str, Any]] = {
+    "mistral": {"architectures": ["MistralForCausalLM"], **_LAYERS},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window_pattern": 4,
+        "query_pre_attn_scalar": 16,
+    },
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **_LAYERS,
+    },
+}
+"""Models with random weights, measured where none is named: three window layers and a full one."""
 
 
 def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -40,13 +56,13 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str) -> tuple[in
     show_default=True,
     help="Tokens of the prefixes.",
 )
-@click.option("--model", help="[default: a tiny one with random weights and three window layers]")
+@click.option("--model", help="[default: tiny ones with random weights and three window layers]")
 @click.option(
     "--window",
     type=click.IntRange(min=2),
     default=64,
     show_default=True,
-    help="Window of the tiny model.",
+    help="Window of the tiny models.",
 )
 @click.option("--replay-tokens", type=click.IntRange(min=1), help="Rows of a bounded replay.")
 @click.option("--prompts", type=click.IntRange(min=1), default=8, show_default=True)
@@ -62,68 +78,76 @@ def replay(
 ) -> None:
     """Count and time what is computed again on hits, and compare bounded replay with exact.
 
-    Needs a prefix cache (deepinfer-prefix). Divergence is measured behind prefixes of the first
-    length.
+    Needs a prefix cache (deepinfer-prefix). Costs are those of the first tiny model. Divergence is
+    measured behind prefixes of the first length.
     """
     from deepinfer_core.bench.replay import divergences, hit_costs
 
-    with _model(model, window, max(lengths)) as path:
+    with _models(model, window, max(lengths)) as paths:
         costs: list[HitCost] = []
         for rule in RULES:
             tokens = replay_tokens if rule == "bounded" else None
+            path = next(iter(paths.values()))
             with _engine(path, max(lengths), replay=rule, tokens=tokens) as engine:
                 costs += hit_costs(engine, rule, lengths)
-        with (
-            _engine(path, lengths[0], replay="exact", tokens=None) as exact,
-            _engine(path, lengths[0], replay="bounded", tokens=replay_tokens) as bounded,
-        ):
-            off = divergences(exact, bounded, lengths[0], num_prompts=prompts)
+        off = {}
+        for name, path in paths.items():
+            with (
+                _engine(path, lengths[0], replay="exact", tokens=None) as exact,
+                _engine(path, lengths[0], replay="bounded", tokens=replay_tokens) as bounded,
+            ):
+                off[name] = divergences(exact, bounded, lengths[0], num_prompts=prompts)
     if as_json:
         report = {
             "hits": [attrs.asdict(row) for row in costs],
-            "divergence": list(map(attrs.asdict, off)),
+            "divergence": [
+                {"model": name, **attrs.asdict(row)} for name, rows in off.items() for row in rows
+            ],
         }
         click.echo(json.dumps(report, indent=2))
     else:
         click.echo("\n".join(_table(costs, off)))
 
 
-def _table(costs: list[HitCost], off: list[Divergence]) -> list[str]:
+def _table(costs: list[HitCost], off: dict[str, list[Divergence]]) -> list[str]:
     lines = [f"{'rule':<10}{'prefix':>8}{'found':>8}{'again':>8}{'hit':>10}{'cold':>10}  result"]
     lines += [
         f"{row.rule:<10}{row.length:>8}{row.cached:>8}{row.replayed:>8}{row.hit_s * 1e3:>7.1f} ms"
         f"{row.cold_s * 1e3:>7.0f} ms  {'exact' if row.exact else 'bounded'}"
         for row in costs
     ]
-    lines += ["", "bounded against exact, first token after the hit"]
-    lines += [
-        f"{row.distance:>6} tokens on: KL {row.kl:.2g} nats, same token {row.agreement:.0%}"
-        for row in off
-    ]
+    for name, rows in off.items():
+        lines += ["", f"bounded against exact, first token after the hit: {name}"]
+        lines += [
+            f"{row.distance:>6} tokens on: KL {row.kl:.2g} nats, same token {row.agreement:.0%}"
+            for row in rows
+        ]
     return lines
 
 
 @contextmanager
-def _model(named: str | None, window: int, longest: int) -> Iterator[str]:
+def _models(named: str | None, window: int, longest: int) -> Iterator[dict[str, str]]:
     if named is not None:
-        yield named
+        yield {Path(named).name: named}
         return
     from deepinfer_core.testing.tiny import write_tiny_model
 
     with TemporaryDirectory(prefix="deepinfer-") as folder:
-        yield str(
-            write_tiny_model(
-                Path(folder),
-                architectures=["MistralForCausalLM"],
-                sliding_window=window,
-                num_hidden_layers=len(LAYERS),
-                layer_types=LAYERS,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                hidden_size=32,
-                max_position_embeddings=longest + 1024,
+        yield {
+            name: str(
+                write_tiny_model(
+                    Path(folder) / name,
+                    sliding_window=window,
+                    num_hidden_layers=4,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    hidden_size=32,
+                    max_position_embeddings=longest + 1024,
+                    **config,
+                )
             )
-        )
+            for name, config in TINY.items()
+        }
 
 
 @contextmanager

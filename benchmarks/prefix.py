@@ -1,33 +1,74 @@
 """What a prefix cache saves and costs: time to first token, effective prefill rate, bookkeeping.
 
-python benchmarks/prefix.py --model SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/prefix.py --model SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/prefix.py --model SmolLM2-135M-Instruct.Q4_1.gguf --parts first,store \
+        --set 'kernels.use=["torch"]' --set 'attention.use="paged"' --first-ms 172 --disk-ms 172
 
-Everything is measured in one process, cold and warm in turn; the yardsticks are the same engine
-without a hit, and the ratio that FLOPs allow.
+Cold and warm are measured in turn, in one process for each kind of store. The yardsticks are the
+same engine without a hit, and the ratio that FLOPs allow; ``benchmarks/peers.py`` runs the same
+prompt lengths in other engines (workload ``prefix``). Every figure is printed beside the bar it is
+held to, the time to first token that it must not exceed or the share that it must reach.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from deepinfer_core.config import EngineConfig, EngineOptions
+from attrs import frozen
+
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.models.cost import prefill_cost
-from deepinfer_core.requests import Request, SamplingParams
-from deepinfer_prefix.tiers.configs import DiskConfig, HostConfig
+from deepinfer_core.requests import Request, RequestOutput, SamplingParams
+from deepinfer_core.resolve import load_config
 
 SHARED, NEW = 2000, 50
 """Tokens of the shared prefix, and of what each request adds."""
 
+HIT_RATE = 0.96
+
+
+@frozen(kw_only=True)
+class Figure:
+    """One line of the report.
+
+    Attributes:
+        name: what was measured.
+        value: the figure.
+        unit: its unit; "%" shows a share.
+        most: it must not exceed this.
+        least: it must reach this.
+        note: what it came from.
+    """
+
+    name: str
+    value: float
+    unit: str
+    most: float | None = None
+    least: float | None = None
+    note: str = ""
+
+    def line(self) -> str:
+        """As it is printed."""
+        scale, places = (100.0, 2) if self.unit == "%" else (1.0, 1)
+        bar = verdict = ""
+        if self.most is not None:
+            bar = f"<= {self.most * scale:g}"
+            verdict = "ok" if self.value <= self.most else "MISSED"
+        if self.least is not None:
+            bar = f">= {self.least * scale:g}"
+            verdict = "ok" if self.value >= self.least else "MISSED"
+        value = f"{self.value * scale:.{places}f} {self.unit}"
+        return f"{self.name:<46}{value:>12}  {bar:<8}{verdict:<8}{self.note}".rstrip()
+
 
 class Timed:
-    """A cache, and the CPU seconds spent in it."""
+    """A cache, and the CPU seconds that the engine's thread spends in it."""
 
     def __init__(self, cache: Any) -> None:
         self._cache, self.spent_s = cache, 0.0
@@ -46,24 +87,37 @@ class Timed:
 
 
 class Bench:
-    """An engine and random prompts."""
+    """An engine and random prompts.
 
-    def __init__(self, arguments: argparse.Namespace, kv_store: Any = "none") -> None:
-        options = EngineOptions(num_threads=arguments.threads, max_batch_tokens=512)
-        config = EngineConfig(
-            model=arguments.model, cache="prefix", kv_store=kv_store, engine=options
+    Args:
+        arguments: of the program.
+        sets: settings besides those of the program.
+        seed: of the prompts.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, *sets: str, seed: int = 0) -> None:
+        common = (
+            f'model="{arguments.model}"',
+            'cache.use="prefix"',
+            f"engine.num_threads={arguments.threads}",
         )
-        self.engine = Engine.from_config(config)
+        config = load_config(None, sets=[*common, *arguments.set, *sets])
+        self.engine = Engine.from_config(config, environ={})
         self.rounds = arguments.rounds
-        self._random = Random(0)
+        self._random = Random(seed)
         self._count = 0
+
+    @property
+    def cache(self) -> Any:
+        """The engine's cache."""
+        return self.engine._parts.cache
 
     def tokens(self, count: int) -> list[int]:
         """Token ids that no other prompt has."""
         return [self._random.randrange(1000, self.engine.spec.vocab_size) for _ in range(count)]
 
-    def ttft_s(self, prompt: list[int]) -> tuple[float, int, str | None]:
-        """Seconds to the first token, tokens from the cache, and the tier."""
+    def first_token(self, prompt: Sequence[int]) -> tuple[float, RequestOutput]:
+        """Seconds to the first token, and the result."""
         self._count += 1
         name = str(self._count)
         params = SamplingParams(max_tokens=1, temperature=0.0)
@@ -71,86 +125,121 @@ class Bench:
         self.engine.submit(Request(request_id=name, prompt_token_ids=tuple(prompt), params=params))
         while self.engine.has_work:
             self.engine.step()
-        taken = time.perf_counter() - start
+        taken_s = time.perf_counter() - start
         result = self.engine.take_result(name)
         assert result is not None
-        return taken, result.cached_tokens, result.cached_tier
+        assert result.error is None, result.error
+        return taken_s, result
+
+    def warm(self, shared: Sequence[int], new: int) -> float:
+        """Median seconds to the first token of prompts that begin alike."""
+        taken = []
+        for _ in range(self.rounds):
+            taken_s, result = self.first_token([*shared, *self.tokens(new)])
+            assert result.cached_tokens >= len(shared), result.cached_tokens
+            taken.append(taken_s)
+        return median(taken)
+
+    def forget(self) -> None:
+        """Make the device forget everything, once it is in the store."""
+        self.cache._behind.flush()
+        store = self.cache._store
+        store.make_room([pool.usage().total for pool in store.pools])
 
 
-def first_token(bench: Bench) -> None:
-    """A shared prefix and something new, cold and warm."""
+def from_device(arguments: argparse.Namespace, bench: Bench) -> Iterator[Figure]:
+    """A shared prefix and something new, from the device's own memory."""
     shared = bench.tokens(SHARED)
-    cold_s = bench.ttft_s([*shared, *bench.tokens(NEW)])[0]
-    warm = [bench.ttft_s([*shared, *bench.tokens(NEW)]) for _ in range(bench.rounds)]
-    assert all(cached >= SHARED for _, cached, _ in warm)
-    warm_s = median(taken for taken, _, _ in warm)
-    print(
-        f"{SHARED} shared + {NEW} new tokens, to the first token: {warm_s * 1e3:.0f} ms from the "
-        f"device, {cold_s * 1e3:.0f} ms without a hit ({cold_s / warm_s:.1f} times)"
+    cold_s, _ = bench.first_token([*shared, *bench.tokens(NEW)])
+    warm_s = bench.warm(shared, NEW)
+    yield Figure(
+        name=f"{SHARED} + {NEW} tokens, from the device",
+        value=warm_s * 1e3,
+        unit="ms",
+        most=arguments.first_ms,
+        note=f"{cold_s * 1e3:.0f} ms without a hit, {cold_s / warm_s:.1f} times",
     )
 
 
-def from_store(arguments: argparse.Namespace) -> None:
+def from_stores(arguments: argparse.Namespace) -> Iterator[Figure]:
     """The same from memory behind the device, and from disk by a new engine."""
+    bench = Bench(arguments, 'kv_store.use="host"')
+    shared = bench.tokens(SHARED)
+    bench.first_token(shared)
+    taken = []
+    for _ in range(bench.rounds):
+        bench.forget()
+        taken.append(bench.first_token([*shared, *bench.tokens(NEW)]))
+    bench.engine.close()
+    yield _tier("from memory behind it", taken, arguments.first_ms)
     with TemporaryDirectory() as folder:
-        for name, store in (("host", HostConfig()), ("disk", DiskConfig(directory=folder))):
-            bench = Bench(arguments, store)
-            shared = bench.tokens(SHARED)
-            bench.ttft_s(shared)
-            bench.engine._parts.cache._behind.flush()  # type: ignore[attr-defined]
-            if name == "disk":
-                bench.engine.close()
-                bench = Bench(arguments, store)
-                bench.ttft_s([5, 6, 7])
-            else:
-                drive_out(bench)
-            taken, cached, tier = bench.ttft_s([*shared, *Random(1).choices(range(1000), k=NEW)])
-            print(f"the same from {tier}: {taken * 1e3:.0f} ms, {cached} tokens cached")
+        sets = 'kv_store.use="disk"', f'kv_store.directory="{folder}"'
+        bench = Bench(arguments, *sets)
+        bench.first_token(shared)
+        bench.engine.close()
+        taken = []
+        for turn in range(min(3, bench.rounds)):
+            bench = Bench(arguments, *sets, seed=1 + turn)
+            bench.first_token([5, 6, 7])
+            taken.append(bench.first_token([*shared, *bench.tokens(NEW)]))
             bench.engine.close()
+    yield _tier("from disk after a restart", taken, arguments.disk_ms)
 
 
-def drive_out(bench: Bench) -> None:
-    """Make the device forget everything."""
-    store = bench.engine._parts.cache._store  # type: ignore[attr-defined]
-    store.make_room([pool.usage().total for pool in store.pools])
+def _tier(name: str, taken: Sequence[tuple[float, RequestOutput]], bar: float) -> Figure:
+    cached = {(result.cached_tier, result.cached_tokens) for _, result in taken}
+    return Figure(
+        name=f"{SHARED} + {NEW} tokens, {name}",
+        value=median(taken_s for taken_s, _ in taken) * 1e3,
+        unit="ms",
+        most=bar,
+        note=", ".join(f"{count} tokens from {tier}" for tier, count in sorted(cached)),
+    )
 
 
-def effective_rate(bench: Bench, lengths: Sequence[int]) -> None:
-    """Prefill at a hit rate of 96 %, against the ratio that FLOPs allow."""
+def effective_rate(arguments: argparse.Namespace, bench: Bench) -> Iterator[Figure]:
+    """Prefill at a high hit rate, against the ratio that FLOPs allow."""
     cost = prefill_cost(bench.engine.spec, {})
-    for length in lengths:
+    for length in map(int, arguments.lengths.split(",")):
         if length + 2 > bench.engine.spec.max_position:
             continue
-        rest = max(1, round(length * 0.04))
+        rest = max(1, round(length * (1 - HIT_RATE)))
         shared = bench.tokens(length - rest)
-        cold_s = bench.ttft_s([*shared, *bench.tokens(rest)])[0]
-        warm_s = min(bench.ttft_s([*shared, *bench.tokens(rest)])[0] for _ in range(bench.rounds))
-        limit = cost.ratio(length, 0.96)
-        print(
-            f"{length} tokens, 96 % cached: {length / warm_s:.0f} tokens/s against "
-            f"{length / cold_s:.0f} cold, {cold_s / warm_s:.1f} times; FLOPs allow {limit:.1f}, "
-            f"so {cold_s / warm_s / limit:.0%} of that"
+        cold_s, _ = bench.first_token([*shared, *bench.tokens(rest)])
+        warm_s = bench.warm(shared, rest)
+        limit = cost.ratio(length, HIT_RATE)
+        yield Figure(
+            name=f"prefill of {length}, {HIT_RATE:.0%} cached, of FLOPs' limit",
+            value=cold_s / warm_s / limit,
+            unit="%",
+            least=0.75,
+            note=f"{length / cold_s:.0f} -> {length / warm_s:.0f} tokens/s, "
+            f"{cold_s / warm_s:.1f} of {limit:.1f} times",
         )
 
 
-def bookkeeping(bench: Bench) -> None:
-    """The share of the cache in a cold run, and its time for a hit of 64k tokens."""
-    stepper = bench.engine._stepper
-    timed = Timed(bench.engine._parts.cache)
-    stepper._cache = timed  # type: ignore[assignment]
-    object.__setattr__(bench.engine._parts, "cache", timed)
-    before_s = time.process_time()
-    bench.ttft_s(bench.tokens(SHARED))
-    whole_s = time.process_time() - before_s
-    print(
-        f"cold prompt of {SHARED} tokens: {timed.spent_s * 1e3:.1f} ms of {whole_s * 1e3:.0f} ms "
-        f"CPU time in the cache ({timed.spent_s / whole_s:.2%})"
-    )
-    object.__setattr__(bench.engine._parts, "cache", timed._cache)
-    stepper._cache = timed._cache
+def bookkeeping(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """The share of the cache in the CPU time of a cold run, hashing for stores included."""
+    for store in ("none", "host"):
+        bench = Bench(arguments, f'kv_store.use="{store}"')
+        bench.first_token(bench.tokens(64))
+        timed = Timed(bench.cache)
+        bench.engine._stepper._cache = timed  # type: ignore[assignment]
+        object.__setattr__(bench.engine._parts, "cache", timed)
+        before_s = time.process_time()
+        bench.first_token(bench.tokens(SHARED))
+        whole_s = time.process_time() - before_s
+        bench.engine.close()
+        yield Figure(
+            name=f"cache's share of a cold run, store {store!r}",
+            value=timed.spent_s / whole_s,
+            unit="%",
+            most=0.01,
+            note=f"{timed.spent_s * 1e3:.1f} of {whole_s * 1e3:.0f} ms CPU time",
+        )
 
 
-def long_lookup() -> None:
+def long_lookup() -> Iterator[Figure]:
     """A hit of 64k tokens in pages of 64, without a model."""
     import numpy as np
 
@@ -176,41 +265,54 @@ def long_lookup() -> None:
         hit = cache.open(name, tokens)
         cache.reserve(name, count + 1)
         cache.take_copies()
+        cache.commit(name, count + 1, tokens)
         cache.release(name)
         samples.append(time.perf_counter() - start)
         assert hit.length == count
     start = time.perf_counter()
     keys = sum(1 for _ in block_keys(root_key("a", ""), tokens.tobytes(), 64))
     hashing_s = time.perf_counter() - start
-    print(
-        f"hit of {count} tokens: {median(samples) * 1e3:.2f} ms for lookup, reservation and "
-        f"release; {keys} keys, which only stores need, take {hashing_s * 1e3:.2f} ms"
+    yield Figure(
+        name=f"hit of {count} tokens, from lookup to release",
+        value=median(samples) * 1e3,
+        unit="ms",
+        most=2.0,
+        note=f"{keys} keys, which only stores need: {hashing_s * 1e3:.2f} ms",
     )
 
 
+def figures(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """Everything that was asked for."""
+    parts = set(arguments.parts.split(","))
+    if "lookup" in parts:
+        yield from long_lookup()
+    if parts & {"first", "rate"}:
+        bench = Bench(arguments)
+        print(f"ops: {bench.engine.plan.details['ops']}")
+        if "first" in parts:
+            yield from from_device(arguments, bench)
+        if "rate" in parts:
+            yield from effective_rate(arguments, bench)
+        bench.engine.close()
+    if "store" in parts:
+        yield from from_stores(arguments)
+    if "cost" in parts:
+        yield from bookkeeping(arguments)
+
+
 def main() -> None:
-    """Run everything."""
+    """Run what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", default="1024,2048,8000")
     parser.add_argument("--parts", default="lookup,first,store,rate,cost")
-    arguments = parser.parse_args()
-    parts = set(arguments.parts.split(","))
-    if "lookup" in parts:
-        long_lookup()
-    bench = Bench(arguments)
-    print(f"ops: {bench.engine.plan.details['ops']}")
-    if "first" in parts:
-        first_token(bench)
-    if "rate" in parts:
-        effective_rate(bench, [int(length) for length in arguments.lengths.split(",")])
-    if "cost" in parts:
-        bookkeeping(bench)
-    bench.engine.close()
-    if "store" in parts:
-        from_store(arguments)
+    parser.add_argument("--set", action="append", default=[], help="of the engine: KEY=VALUE")
+    parser.add_argument("--first-ms", type=float, default=65.0, help="bar of a hit in memory")
+    parser.add_argument("--disk-ms", type=float, default=100.0, help="bar of a hit on disk")
+    for figure in figures(parser.parse_args()):
+        print(figure.line(), flush=True)
 
 
 if __name__ == "__main__":

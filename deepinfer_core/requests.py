@@ -248,6 +248,10 @@ class Request:
         deadline_s: when it ends at the latest, by the same clock; None for never.
         cache_salt: requests with different salts never share cached prefixes.
         exact: use no state that was recovered approximately, whatever the cache is set to do.
+        cache_expire_after_s: seconds after which nobody finds what this request computed in a
+            cache, used or not; None = as caches and stores are configured. See
+            ``deepinfer_core.interfaces.cache.Keep``.
+        cache_retain_s: seconds for which stores do not evict it for the room of others.
     """
 
     request_id: str
@@ -258,6 +262,8 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     exact: bool = False
+    cache_expire_after_s: float | None = None
+    cache_retain_s: float | None = None
 
     def __attrs_post_init__(self) -> None:
         """Check and normalise every field."""
@@ -285,6 +291,17 @@ class Request:
             )
         values.text("cache_salt", self.cache_salt)
         values.flag("exact", self.exact)
+        for field in ("cache_expire_after_s", "cache_retain_s"):
+            self._check_seconds(field)
+
+    def _check_seconds(self, field: str) -> None:
+        value, allowed = getattr(self, field), "a number of seconds >= 0 or None"
+        if value is None:
+            return
+        seconds = values.number(field, value, allowed)
+        if seconds < 0:
+            raise values.refuse(field, value, allowed)
+        object.__setattr__(self, field, seconds)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have.

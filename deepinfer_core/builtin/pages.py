@@ -12,10 +12,10 @@ from attrs import define
 
 from deepinfer_core.batch import Int32, PageCopy
 from deepinfer_core.capabilities import Feature
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
-from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit, Keep
+from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.kv.pages import PagePool
-from deepinfer_core.kv.tables import NO_PAGE, BlockTable
+from deepinfer_core.kv.tables import NO_PAGE, BlockTable, has_state_as_of, missing_pages
 
 OFFERS = frozenset({Feature.PAGED_KV, Feature.ROLLBACK, Feature.FORK})
 """Features of this cache."""
@@ -58,6 +58,7 @@ class PagesCache:
         limit: int | None = None,
         exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Hit:
         """Begin a sequence; nothing is ever found.
 
@@ -95,7 +96,8 @@ class PagesCache:
                 f"sequence {parent_id} cannot be forked at {num_tokens}: "
                 f"its positions below {parent.committed} are final"
             )
-        if not self._has_state_as_of(parent, num_tokens):
+        committed = parent.committed
+        if not has_state_as_of(self._groups, parent.tables, num_tokens, committed=committed):
             return False
         needed = [self._copied_index(group, num_tokens) is not None for group in self._groups]
         if any(need > pool.num_free for need, pool in zip(needed, self._pools, strict=True)):
@@ -114,10 +116,7 @@ class PagesCache:
         held = self._find(sequence_id)
         if num_tokens <= held.reserved:
             return True
-        missing = [
-            max(0, spec.pages_for(num_tokens) - len(table))
-            for spec, table in zip(self._groups, held.tables, strict=True)
-        ]
+        missing = missing_pages(self._groups, held.tables, num_tokens)
         if any(count > pool.num_free for count, pool in zip(missing, self._pools, strict=True)):
             return False
         for table, count, pool in zip(held.tables, missing, self._pools, strict=True):
@@ -219,14 +218,6 @@ class PagesCache:
                 # Nobody wants the copy any more, so its source needs no protection.
                 self._give_back(group, (copies.pop(page),))
 
-    def _has_state_as_of(self, parent: _Held, num_tokens: int) -> bool:
-        for spec, table in zip(self._groups, parent.tables, strict=True):
-            if spec.kind is GroupKind.STATE and num_tokens != parent.committed:
-                return False
-            if spec.first_live_page(num_tokens) < table.first_live:
-                return False
-        return True
-
     def _fork_group(
         self, group: int, parent: BlockTable, child: BlockTable, num_tokens: int
     ) -> None:
@@ -257,9 +248,5 @@ class PagesCache:
 
     @staticmethod
     def _copied_index(spec: CacheGroupSpec, num_tokens: int) -> int | None:
-        """Index of the page that a fork must copy because both sides go on writing it."""
-        if num_tokens == 0:
-            return None
-        if spec.kind is GroupKind.STATE:
-            return 0
-        return None if num_tokens % spec.page_size == 0 else num_tokens // spec.page_size
+        """Index of the page that a fork must copy."""
+        return spec.unfinished_page(num_tokens)

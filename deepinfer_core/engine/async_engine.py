@@ -194,6 +194,9 @@ class AsyncEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str = "",
+        exact: bool = False,
+        cache_expire_after_s: float | None = None,
+        cache_retain_s: float | None = None,
     ) -> DeltaStream:
         """Start to continue a prompt; call it where an event loop runs.
 
@@ -204,6 +207,9 @@ class AsyncEngine:
             priority: lower runs first.
             deadline_s: seconds from now after which the request ends.
             cache_salt: requests with different salts never share cached prefixes.
+            exact: use no state that was recovered approximately.
+            cache_expire_after_s: seconds after which nobody finds in a cache what it computed.
+            cache_retain_s: seconds for which stores do not evict it for the room of others.
 
         Returns:
             The stream of its deltas. A refusal is raised by the stream, not here.
@@ -216,6 +222,9 @@ class AsyncEngine:
             priority=priority,
             deadline_s=deadline_s,
             cache_salt=cache_salt,
+            exact=exact,
+            cache_expire_after_s=cache_expire_after_s,
+            cache_retain_s=cache_retain_s,
         )
 
     def stream_chat(
@@ -325,6 +334,9 @@ class AsyncEngine:
         priority: int = 0,
         deadline_s: float | None = None,
         cache_salt: str = "",
+        exact: bool = False,
+        cache_expire_after_s: float | None = None,
+        cache_retain_s: float | None = None,
     ) -> DeltaStream:
         arrival_s = self._engine.clock()
         identity = f"async-{next(self._numbers)}" if request_id is None else request_id
@@ -342,6 +354,9 @@ class AsyncEngine:
                     arrival_s=arrival_s,
                     deadline_s=None if deadline_s is None else arrival_s + deadline_s,
                     cache_salt=cache_salt,
+                    exact=exact,
+                    cache_expire_after_s=cache_expire_after_s,
+                    cache_retain_s=cache_retain_s,
                 )
                 needed = self._engine.prepare(request.params)
             except Exception as error:

@@ -8,7 +8,7 @@ from random import Random
 from attrs import define, field
 
 from deepinfer_core.errors import EngineError
-from deepinfer_core.interfaces.cache import Cache
+from deepinfer_core.interfaces.cache import Cache, Keep
 from deepinfer_core.interfaces.drafter import Draft
 from deepinfer_core.interfaces.scheduler import SequenceView
 from deepinfer_core.sequence import Phase, Sequence
@@ -161,13 +161,17 @@ class EngineRound:
     def _open(self, sequence: Sequence) -> bool:
         """Look for a stored prefix, once; False while its pages are being loaded."""
         if not sequence.opened:
+            request = sequence.request
             self._cache.open(
                 sequence.sequence_id,
                 sequence.tokens,
-                salt=sequence.request.cache_salt,
+                salt=request.cache_salt,
                 limit=sequence.hit_limit,
                 exact_limit=sequence.exact_limit,
                 cuts=sequence.cuts,
+                keep=Keep(
+                    expire_after_s=request.cache_expire_after_s, retain_s=request.cache_retain_s
+                ),
             )
             sequence.opened = True
         hit = self._cache.ready(sequence.sequence_id)

@@ -45,7 +45,7 @@ class CacheContext:
     eviction: Callable[[], Any] | None = None
     kv_store: Any = None
     export_page: Callable[[int, int], bytes] | None = None
-    import_page: Callable[[int, int, bytes], None] | None = None
+    import_page: Callable[[int, int, bytes | memoryview], None] | None = None
 
 
 @frozen(kw_only=True)
@@ -59,6 +59,24 @@ class Cut:
 
     at: int
     start: int
+
+
+@frozen(kw_only=True)
+class Keep:
+    """How long what a sequence computes is kept for others, where its request asks for that.
+
+    It is about pages that the sequence is the first to keep: what is kept already stays as long as
+    whoever kept it asked for, but what others compute again is kept for the longer of both times.
+
+    Attributes:
+        expire_after_s: seconds after which nobody finds it any more, on the device or behind it,
+            used or not; None = as caches and stores are configured.
+        retain_s: seconds for which stores behind the device do not evict it for the room of others,
+            as far as their budget for such pages reaches; None likewise.
+    """
+
+    expire_after_s: float | None = None
+    retain_s: float | None = None
 
 
 @frozen(kw_only=True)
@@ -119,6 +137,7 @@ class Cache(Protocol):
         limit: int | None = None,
         exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Hit:
         """Begin a sequence with its known tokens; look for a stored prefix and pin it.
 
@@ -132,6 +151,8 @@ class Cache(Protocol):
             cuts: None lets the cache choose, approximations included where it is configured to
                 make them. Otherwise the sequence must come out with exactly these: () asks for
                 exact state; those of an earlier ``Hit`` rebuild what that sequence saw.
+            keep: for how long what it computes is kept for others; None = nothing is asked for. A
+                cache without reuse has nothing to keep.
 
         Returns:
             What was found; it may become less while ``ready`` is None.

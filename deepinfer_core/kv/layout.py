@@ -118,6 +118,17 @@ class CacheGroupSpec:
             return 1
         return -(-num_tokens // self.page_size)
 
+    def unfinished_page(self, num_tokens: int) -> int | None:
+        """Index of the page that is written on after ``num_tokens`` positions; a state's always.
+
+        A fork copies it, because both sides go on writing there; None where there is no such page.
+        """
+        if num_tokens == 0:
+            return None
+        if self.kind is GroupKind.STATE:
+            return 0
+        return None if num_tokens % self.page_size == 0 else num_tokens // self.page_size
+
     def first_live_page(self, num_tokens: int) -> int:
         """Index of the first page that a query at position ``num_tokens`` can still see."""
         if not self.window or self.kind is GroupKind.STATE:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deepinfer_core.batch import Int32
+from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 
 NO_PAGE = -1
 """In a block table: no page, since no query can see these positions."""
@@ -61,3 +62,31 @@ class BlockTable:
             self._pages[self.first_live : end] = NO_PAGE
             self.first_live = end
         return dead
+
+
+def missing_pages(
+    groups: Sequence[CacheGroupSpec], tables: Sequence[BlockTable], num_tokens: int
+) -> list[int]:
+    """Pages of each group that a sequence lacks for positions below ``num_tokens``."""
+    return [
+        max(0, spec.pages_for(num_tokens) - len(table))
+        for spec, table in zip(groups, tables, strict=True)
+    ]
+
+
+def has_state_as_of(
+    groups: Sequence[CacheGroupSpec],
+    tables: Sequence[BlockTable],
+    num_tokens: int,
+    *,
+    committed: int,
+) -> bool:
+    """Whether a sequence with ``committed`` positions still has what it had after ``num_tokens``.
+
+    Windows may have moved on, and states stand where the sequence does.
+    """
+    return all(
+        (spec.kind is not GroupKind.STATE or num_tokens == committed)
+        and spec.first_live_page(num_tokens) >= table.first_live
+        for spec, table in zip(groups, tables, strict=True)
+    )

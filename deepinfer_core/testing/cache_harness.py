@@ -8,13 +8,14 @@ and leaked pages all show.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import define, field
 
-from deepinfer_core.interfaces.cache import Cache, CacheContext, Cut, Hit
+from deepinfer_core.interfaces.cache import Cache, CacheContext, Cut, Hit, Keep
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 
 MakeCache = Callable[[CacheContext], Any]
@@ -57,6 +58,8 @@ class _Known:
     committed: int = 0
     reserved: int = 0
     cuts: tuple[Cut, ...] = ()
+    keep: Keep | None = None
+    expires_at_s: float = math.inf
     chain: list[int] = field(factory=list)
 
     @property
@@ -90,16 +93,22 @@ class CacheHarness:
     """Plays engine and device for one cache; every method checks what it can.
 
     Failures are AssertionErrors whose message says what went wrong and where.
+
+    Attributes:
+        now_s: what the cache's clock says.
     """
 
     def __init__(
         self, make: MakeCache, groups: Sequence[CacheGroupSpec], num_pages: Sequence[int]
     ) -> None:
         self.groups = tuple(groups)
-        self.cache: Cache = make(cache_context(groups, num_pages))
+        self.now_s = 0.0
+        context = cache_context(groups, num_pages, clock=lambda: self.now_s)
+        self.cache: Cache = make(context)
         self.num_pages = tuple(num_pages)
         self.known: dict[int, _Known] = {}
         self._memory: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+        self._provided: list[tuple[str, tuple[int, ...], float]] = []
         self._copies_pending = False
 
     # ----------------------------------------------------------------------------- operations
@@ -112,9 +121,12 @@ class CacheHarness:
         *,
         limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Hit:
         """Begin a sequence."""
-        hit = self.cache.open(sequence_id, tuple(tokens), salt=salt, limit=limit, cuts=cuts)
+        hit = self.cache.open(
+            sequence_id, tuple(tokens), salt=salt, limit=limit, cuts=cuts, keep=keep
+        )
         most = max(0, len(tokens) - 1) if limit is None else min(len(tokens) - 1, limit)
         assert 0 <= hit.length <= most, (
             f"hit of {hit.length} in {len(tokens)} tokens, at most {most}"
@@ -123,6 +135,9 @@ class CacheHarness:
         assert len(hit.visible_from) in {0, len(self.groups)}, f"{hit}: one bound a group"
         assert self.cache.ready(sequence_id) == hit, "there is no store to wait for"
         self._check_cuts(hit, cuts)
+        if not cuts:  # who rebuilds approximations must find its own
+            self._check_provided(hit, tuple(tokens), salt)
+        lives_s = None if keep is None else keep.expire_after_s
         self.known[sequence_id] = _Known(
             salt=salt,
             tokens=list(tokens),
@@ -130,10 +145,20 @@ class CacheHarness:
             written=hit.compute_from,
             reserved=hit.compute_from,
             cuts=hit.cuts,
+            keep=keep,
+            expires_at_s=math.inf if lives_s is None else self.now_s + lives_s,
         )
         self._copies_pending |= hit.length > 0
         self.check_pages()
         return hit
+
+    def _check_provided(self, hit: Hit, tokens: tuple[int, ...], salt: str) -> None:
+        """Whatever is found was computed for somebody who lets others find it until later."""
+        found = tokens[: hit.length]
+        assert not found or any(
+            theirs == salt and known[: hit.length] == found and expires_at_s > self.now_s
+            for theirs, known, expires_at_s in self._provided
+        ), f"{hit} at {self.now_s} s, but nobody lets it be found any more"
 
     @staticmethod
     def _check_cuts(hit: Hit, wanted: tuple[Cut, ...] | None) -> None:
@@ -152,7 +177,7 @@ class CacheHarness:
         """Take a sequence's pages, and open it again with the approximations it had."""
         known = self.known[sequence_id]
         self.release(sequence_id)
-        return self.open(sequence_id, known.tokens, known.salt, cuts=cuts)
+        return self.open(sequence_id, known.tokens, known.salt, cuts=cuts, keep=known.keep)
 
     def reserve(self, sequence_id: int, num_tokens: int) -> bool:
         """Reserve; a refusal must have a reason and change nothing."""
@@ -183,6 +208,7 @@ class CacheHarness:
         known = self.known[sequence_id]
         self.cache.commit(sequence_id, num_tokens, tuple(known.tokens[:num_tokens]))
         known.committed = num_tokens
+        self._provided.append((known.salt, tuple(known.tokens[:num_tokens]), known.expires_at_s))
         self._copies_pending = True  # states may be kept beside the sequence's own
         self.check_pages()
 
@@ -216,6 +242,8 @@ class CacheHarness:
             committed=num_tokens,
             reserved=num_tokens,
             cuts=parent.cuts,
+            keep=parent.keep,
+            expires_at_s=parent.expires_at_s,
         )
         self.check_pages()
         return True

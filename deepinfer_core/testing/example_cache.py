@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from deepinfer_core.builtin.pages import PagesCache
 from deepinfer_core.capabilities import Feature
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit, Keep
 
 OFFERS = frozenset({Feature.PAGED_KV, Feature.ROLLBACK, Feature.FORK, Feature.PREFIX_REUSE})
 """Features of this cache."""
@@ -30,6 +30,7 @@ class SnapshotCache(PagesCache):
         self._snapshots: OrderedDict[Key, int] = OrderedDict()
         self._salts: dict[int, str] = {}
         self._hits: dict[int, Hit] = {}
+        self._unshared: set[int] = set()
         self._next_snapshot = -1
 
     def open(
@@ -41,6 +42,7 @@ class SnapshotCache(PagesCache):
         limit: int | None = None,
         exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Hit:
         """Fork the longest snapshot of a proper prefix, if there is one and pages suffice."""
         limits = [len(token_ids) - 1, *(most for most in (limit, exact_limit) if most is not None)]
@@ -50,6 +52,8 @@ class SnapshotCache(PagesCache):
             hit = super().open(sequence_id, token_ids, salt=salt)
         self._salts[sequence_id] = salt
         self._hits[sequence_id] = hit
+        if keep is not None and keep.expire_after_s is not None:
+            self._unshared.add(sequence_id)  # it has no clock, so it keeps nothing of it
         return hit
 
     def ready(self, sequence_id: int) -> Hit:
@@ -81,6 +85,8 @@ class SnapshotCache(PagesCache):
         key = self.key(self._salts[sequence_id], token_ids[:num_tokens])
         if not num_tokens or num_tokens % self._span or key in self._snapshots:
             return
+        if sequence_id in self._unshared:
+            return
         if super().fork(sequence_id, self._next_snapshot, num_tokens):
             self._snapshots[key] = self._next_snapshot
             self._next_snapshot -= 1
@@ -90,6 +96,7 @@ class SnapshotCache(PagesCache):
         done = super().fork(parent_id, child_id, num_tokens)
         if done:
             self._salts[child_id] = self._salts[parent_id]
+            self._unshared |= {child_id} if parent_id in self._unshared else set()
         return done
 
     def release(self, sequence_id: int) -> None:
@@ -97,6 +104,7 @@ class SnapshotCache(PagesCache):
         super().release(sequence_id)
         self._salts.pop(sequence_id, None)
         self._hits.pop(sequence_id, None)
+        self._unshared.discard(sequence_id)
 
     def usage(self) -> tuple[CacheUsage, ...]:
         """Pages now; what only snapshots hold is reusable."""

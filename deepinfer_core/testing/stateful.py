@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from deepinfer_core.interfaces.cache import Cut
+from deepinfer_core.interfaces.cache import Cut, Keep
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.testing.cache_harness import CacheHarness, MakeCache, cache_groups
 
 Groups = Callable[[int, int], tuple[CacheGroupSpec, ...]]
+
+_LIVES_S = st.none() | st.integers(0, 3)
 
 
 class CacheHistory(RuleBasedStateMachine):
@@ -38,9 +40,22 @@ class CacheHistory(RuleBasedStateMachine):
     def _pick(self, at: int) -> int:
         return self._open[at % len(self._open)]
 
-    def _begin(self, tokens: Sequence[int], salt: str, limit: int | None, exact: bool) -> None:
-        wanted = () if exact else None
-        hit = self.harness.open(self.next_id, tokens, salt, limit=limit, cuts=wanted)
+    def _begin(
+        self,
+        tokens: Sequence[int],
+        salt: str,
+        limit: int | None,
+        exact: bool,
+        lives_s: int | None,
+    ) -> None:
+        hit = self.harness.open(
+            self.next_id,
+            tokens,
+            salt,
+            limit=limit,
+            cuts=() if exact else None,
+            keep=None if lives_s is None else Keep(expire_after_s=float(lives_s)),
+        )
         self.cuts[self.next_id] = hit.cuts
         self.next_id += 1
 
@@ -49,10 +64,11 @@ class CacheHistory(RuleBasedStateMachine):
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
         salt=st.sampled_from("ab"),
         exact=st.booleans(),
+        lives_s=_LIVES_S,
     )
-    def open(self, tokens: list[int], salt: str, exact: bool) -> None:
+    def open(self, tokens: list[int], salt: str, exact: bool, lives_s: int | None) -> None:
         """A new sequence."""
-        self._begin(tokens, salt, None, exact)
+        self._begin(tokens, salt, None, exact, lives_s)
 
     @precondition(lambda self: self.past and len(self.harness.known) < 6)
     @rule(
@@ -62,14 +78,28 @@ class CacheHistory(RuleBasedStateMachine):
         salt=st.booleans(),
         limit=st.none() | st.integers(0, 9),
         exact=st.booleans(),
+        lives_s=_LIVES_S,
     )
     def reopen(
-        self, at: int, cut: int, more: int, salt: bool, limit: int | None, exact: bool
+        self,
+        at: int,
+        cut: int,
+        more: int,
+        salt: bool,
+        limit: int | None,
+        exact: bool,
+        lives_s: int | None,
     ) -> None:
         """A new sequence that begins as an earlier one did, mostly with its salt."""
         old_salt, tokens = self.past[-1 - at % len(self.past)]
         begin = tokens[: max(1, len(tokens) - max(0, cut - 1))]
-        self._begin((*begin, *[more] * more), old_salt if salt else "c", limit, exact)
+        self._begin((*begin, *[more] * more), old_salt if salt else "c", limit, exact, lives_s)
+
+    @precondition(lambda self: self.past)
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds: int) -> None:
+        """Time passes."""
+        self.harness.now_s += seconds
 
     @precondition(lambda self: self.harness.known)
     @rule(at=st.integers(0, 5))

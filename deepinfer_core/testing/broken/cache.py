@@ -258,6 +258,11 @@ class _IgnoresLimits(SnapshotCache):
         return super().open(sequence_id, token_ids, **{**wanted, "limit": None})
 
 
+class _IgnoresExpiry(SnapshotCache):
+    def open(self, sequence_id: int, token_ids: Sequence[int], **wanted: Any) -> Hit:
+        return super().open(sequence_id, token_ids, **{**wanted, "keep": None})
+
+
 class _AlwaysApproximates(SnapshotCache):
     def open(self, sequence_id: int, token_ids: Sequence[int], **wanted: Any) -> Hit:
         hit = super().open(sequence_id, token_ids, **wanted)
@@ -370,6 +375,7 @@ BROKEN: dict[str, tuple[Factory, str]] = {
         "test_a_hit_leaves_a_token_to_compute",
     ),
     "limits are ignored": (_IgnoresLimits, "test_a_hit_respects_its_limit"),
+    "expiry is ignored": (_IgnoresExpiry, "test_what_expired_is_not_found"),
     "approximations are not asked for": (
         _AlwaysApproximates,
         "test_asking_for_exact_state_gives_it",

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from deepinfer_core.capabilities import Feature
 from deepinfer_core.components import Slot
+from deepinfer_core.interfaces.cache import Keep
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
 from deepinfer_core.testing.cache_harness import CacheHarness, cache_groups
 from deepinfer_core.testing.contracts.base import Contract, skip
@@ -54,9 +55,11 @@ class CacheContract(Contract):
         return found[0]
 
     @staticmethod
-    def fill(harness: CacheHarness, sequence_id: int, tokens: Sequence[int]) -> None:
+    def fill(
+        harness: CacheHarness, sequence_id: int, tokens: Sequence[int], keep: Keep | None = None
+    ) -> None:
         """Open a sequence, compute and commit all of its tokens."""
-        hit = harness.open(sequence_id, tokens)
+        hit = harness.open(sequence_id, tokens, keep=keep)
         assert harness.reserve(sequence_id, len(tokens))
         harness.step(sequence_id, len(tokens) - hit.compute_from)
         harness.commit(sequence_id, len(tokens))
@@ -379,6 +382,15 @@ class CacheContract(Contract):
         hit = harness.open(2, (*self.prompt, 1), cuts=())
         assert hit.exact
         assert not hit.restart_at
+
+    def test_what_expired_is_not_found(self) -> None:
+        """From its ``expire_after_s`` on nobody finds what a sequence computed."""
+        self.needs_feature(Feature.PREFIX_REUSE)
+        harness = self.harness()
+        self.fill(harness, 1, self.prompt, Keep(expire_after_s=60.0))
+        harness.release(1)
+        harness.now_s += 60.0
+        assert harness.open(2, (*self.prompt, 1)).length == 0
 
     def test_a_prefix_is_found_while_its_owner_runs(self) -> None:
         """What a sequence committed is found before the sequence is released."""

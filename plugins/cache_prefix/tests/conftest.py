@@ -69,7 +69,13 @@ class Runner:
     def submit(self, prompt: Sequence[int], **options: Any) -> str:
         extra = {
             name: options.pop(name)
-            for name in ("cache_salt", "exact", "priority")
+            for name in (
+                "cache_salt",
+                "exact",
+                "priority",
+                "cache_expire_after_s",
+                "cache_retain_s",
+            )
             if name in options
         }
         params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2, **options}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from deepinfer_core.requests import RequestOutput
 from deepinfer_prefix.config import PrefixConfig
@@ -82,6 +86,109 @@ def test_an_exact_request_loads_nothing_bounded(make: Any, tokens: Tokens) -> No
     assert bits(found) == bits(make("hybrid", "pages").run([*tokens(64), *tokens(64, 1)]))
 
 
+BOUNDED = PrefixConfig(replay="bounded", replay_tokens=12)
+
+
+def test_approximations_survive_the_process(make: Any, tokens: Tokens, tmp_path: Path) -> None:
+    """The third turn finds what the second computed, with the cut that this has."""
+    store = DiskConfig(directory=str(tmp_path))
+    turns = [tokens(64), [*tokens(64), *tokens(40, 1)]]
+    turns.append([*turns[1], *tokens(9, 2)])
+    undisturbed = make("hybrid", BOUNDED)
+    for turn in turns:
+        expected = undisturbed.run(turn)
+    assert (expected.cached_tokens, expected.exact) == (104, False)
+    first = make("hybrid", BOUNDED, kv_store=store)
+    for turn in turns[:2]:
+        first.run(turn)
+    first.engine.close()
+    second = make("hybrid", BOUNDED, kv_store=store)
+    found = second.run(turns[2])
+    assert (found.cached_tokens, found.cached_tier, found.exact) == (104, "disk", False)
+    assert bits(found) == bits(expected)
+    second.engine.close()
+    exact = make("hybrid", PrefixConfig(replay="exact"), kv_store=store)
+    found = exact.run(turns[2])
+    assert (found.cached_tokens, found.cached_tier, found.exact) == (64, "disk", True)
+    assert bits(found) == bits(make("hybrid", "pages").run(turns[2]))
+
+
+class OtherCuts:
+    """Hands out approximations from one on as if they had been computed after another cut."""
+
+    def __init__(self, store: Any, first: int) -> None:
+        self._store, self._first, self.seen = store, first, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: bytes) -> Any:
+        page = self._store.get(key)
+        if page is None or page.exact:
+            return page
+        self.seen += 1
+        cut = struct.pack("<QQ", 64, 51)
+        return evolve(page, data=page.data[:-16] + cut) if self.seen > self._first else page
+
+
+@pytest.mark.parametrize(("first", "cached"), [(5, 104), (2, 80), (0, 104)])
+def test_approximations_are_not_mixed(make: Any, tokens: Tokens, first: int, cached: int) -> None:
+    runner = make("hybrid", BOUNDED, kv_store=HostConfig(), kv_pages=30)
+    runner.run(tokens(64))
+    prompt = [*tokens(64), *tokens(40, 1)]
+    runner.run(prompt)
+    behind(runner).flush()
+    runner.run(tokens(230, 2))
+    behind(runner).flush()
+    loader = behind(runner)._loader
+    loader.store = store = OtherCuts(loader.store, first)
+    found = runner.run([*prompt, 5])
+    assert found.cached_tokens == cached
+    assert store.seen == 5
+
+
+class Puts:
+    """Remembers the times of puts."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.times: list[dict[str, float | None]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, key: bytes, page: Any, **times: float | None) -> bool:
+        self.times.append(times)
+        return bool(self._store.put(key, page, **times))
+
+
+def test_a_request_says_how_long_its_blocks_are_kept(make: Any, tokens: Tokens) -> None:
+    runner = make("full", kv_store=HostConfig(), kv_pages=24)
+    cache = runner.engine._parts.cache
+    loader = behind(runner)._loader
+    loader.store = store = Puts(loader.store)
+    before_s = time.time()
+    runner.run(tokens(70), cache_expire_after_s=3600, cache_retain_s=60)
+    runner.run(tokens(40, 1), cache_retain_s=60)
+    runner.run(tokens(40, 2))
+    behind(runner).flush()
+    after_s = time.time()
+    kept = store.times
+    assert len(kept) == 9 + 5 + 5
+    for times in kept[:9]:
+        assert before_s + 3600 <= (times["expires_at_s"] or 0) <= after_s + 3600
+    for times in kept[:14]:
+        assert before_s + 60 <= (times["retain_until_s"] or 0) <= after_s + 60
+    assert {times["expires_at_s"] for times in kept[9:]} == {None}
+    assert {times["retain_until_s"] for times in kept[14:]} == {None}
+    runner.run(tokens(170, 3))
+    assert runner.run(tokens(70)).cached_tier == "host"
+    cache = runner.engine._parts.cache
+    ends = [node.expires_at_s for node in cache._store.tree if math.isfinite(node.expires_at_s)]
+    assert len(ends) == 8, "blocks that came back end when they were to end"
+    assert all(0 < end_s - time.monotonic() <= 3600 for end_s in ends)
+
+
 class Stuck:
     """Holds every call of a store up until it is told to go on."""
 
@@ -92,7 +199,7 @@ class Stuck:
         return getattr(self._store, name)
 
     def get(self, key: bytes) -> Any:
-        self.go_on.wait(20)
+        self.go_on.wait()
         return self._store.get(key)
 
 
@@ -112,6 +219,29 @@ def test_others_go_on_while_blocks_are_loaded(make: Any, tokens: Tokens) -> None
     stuck.go_on.set()
     (found,) = runner.finish(waiting)
     assert found.cached_tokens == 64
+
+
+class StuckPut(Stuck):
+    """Holds puts up instead."""
+
+    def get(self, key: bytes) -> Any:
+        return self._store.get(key)
+
+    def put(self, key: bytes, page: Any, **times: Any) -> Any:
+        self.go_on.wait()
+        return self._store.put(key, page, **times)
+
+
+def test_nobody_waits_for_a_write(make: Any, tokens: Tokens) -> None:
+    runner = make("full", kv_store=HostConfig(), kv_pages=40)
+    loader = behind(runner)._loader
+    stuck = loader.store = StuckPut(loader.store)
+    for seed in range(8):
+        runner.run(tokens(120, seed))  # more than fits, while no page can be written
+    assert runner.engine.stats().kv_store["written_pages"] == 0
+    stuck.go_on.set()
+    behind(runner).flush()
+    assert runner.engine.stats().kv_store["written_pages"] > 0
 
 
 def test_an_aborted_request_gives_the_pages_of_its_load_back(make: Any, tokens: Tokens) -> None:

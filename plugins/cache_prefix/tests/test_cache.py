@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepinfer_core.errors import CompositionError
+from deepinfer_core.interfaces.cache import Keep
 from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind, ReplayRule
 from deepinfer_core.testing.cache_harness import CacheHarness, cache_context
 from deepinfer_prefix.cache import PrefixCache
@@ -44,8 +45,14 @@ def harness(
     )
 
 
-def fill(device: CacheHarness, name: int, tokens: Sequence[int], salt: str = "") -> None:
-    hit = device.open(name, tokens, salt)
+def fill(
+    device: CacheHarness,
+    name: int,
+    tokens: Sequence[int],
+    salt: str = "",
+    keep: Keep | None = None,
+) -> None:
+    hit = device.open(name, tokens, salt, keep=keep)
     assert device.reserve(name, len(tokens))
     device.step(name, len(tokens) - hit.compute_from)
     device.commit(name, len(tokens))
@@ -110,6 +117,28 @@ def test_reusable_pages_of_the_prefix_are_counted_once() -> None:
     device.release(1)
     assert device.cache.available_for(5 * PAGE, range(3 * PAGE + 1))
     assert not device.cache.available_for(5 * PAGE + 1, range(3 * PAGE + 1))
+
+
+def test_blocks_that_expired_are_found_again_once_they_were_computed_again() -> None:
+    device = harness((20,))
+    tokens = range(4 * PAGE)
+    fill(device, 1, tokens, keep=Keep(expire_after_s=60.0))
+    device.now_s = 59.0
+    assert device.open(2, tokens).length == len(tokens) - 1
+    device.now_s = 60.0
+    assert device.open(3, [*tokens, 1]).length == 0
+    assert not device.cache.available_for(18 * PAGE, [*tokens, 1])
+    other = [*tokens[: 2 * PAGE], 99]
+    device.open(4, other)
+    fill(device, 5, tokens, keep=Keep(expire_after_s=10.0))
+    assert device.reserve(4, len(other))
+    device.step(4, len(other))
+    device.commit(4, len(other))  # the same blocks once more, for ever
+    device.now_s = 70.0
+    assert device.open(6, [*tokens, 1]).length == 2 * PAGE
+    for name in range(1, 7):
+        device.release(name)
+    device.check_empty()
 
 
 def test_asking_for_room_keeps_nothing_of_unknown_salts() -> None:

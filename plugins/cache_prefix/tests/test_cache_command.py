@@ -16,7 +16,7 @@ from deepinfer_core.interfaces.kv_store import KvStoreContext, StoredPage
 from deepinfer_core.testing.contracts import CommandContract
 from deepinfer_prefix.commands.cache import cache
 from deepinfer_prefix.explain import contents, token_bytes
-from deepinfer_prefix.keys import block_keys, root_key
+from deepinfer_prefix.keys import block_keys, bounded_key, root_key
 from deepinfer_prefix.tiers.configs import DiskConfig
 from deepinfer_prefix.tiers.disk import DiskStore, namespace_id
 
@@ -119,6 +119,18 @@ def test_another_salt_and_another_layout_are_named(folder: Path) -> None:
     rows = {row["labels"]["model"]: row for row in explain(folder, TOKENS)}
     assert rows["model-other"]["missing"]["state"] == "other layout"
     assert rows["model-space"]["missing"]["state"] == "other salt"
+
+
+def test_approximations_are_named(folder: Path) -> None:
+    fill(folder, TOKENS)
+    store = opened(folder)
+    for key in keys(TOKENS)[2:4]:
+        store.delete(key)
+        store.put(bounded_key(key), StoredPage(data=b"state", exact=False))
+    store.close()
+    [found] = explain(folder, TOKENS)
+    assert (found["found_blocks"], found["bounded_from"], found["missing"]) == (4, 2, None)
+    assert "4 of 4 blocks (32 tokens), from block 2 on as approximations" in found["text"]
 
 
 def test_deleted_and_expired_pages_are_named(folder: Path) -> None:

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from deepinfer_core.interfaces.cache import Cut
-from deepinfer_prefix.keys import block_key, block_keys, cut_bytes, root_key
+from deepinfer_prefix.keys import block_key, block_keys, bounded_key, root_key
 from deepinfer_prefix.tree import Node, Tree
 
 PAGE = Path(__file__).parents[3] / "docs" / "prefix-cache.md"
@@ -21,16 +21,16 @@ def test_the_published_vectors() -> None:
     published = re.findall(r"`([0-9a-f]{64})`", PAGE.read_text("utf-8"))
     root, other = root_key("namespace", ""), root_key("namespace", "tenant-a")
     first, second = block_keys(root, ids(1, 2, 3, 4, 5, 6, 7, 8, 9), 4)
-    cut = block_key(first, ids(5, 6, 7, 8), cut_bytes(6, 2))
-    found = [root, other, first, second, cut, block_key(other, ids(1, 2, 3, 4))]
+    tenant = block_key(other, ids(1, 2, 3, 4))
+    found = [root, other, first, second, bounded_key(second), tenant]
     assert [key.hex() for key in found] == published
 
 
 def test_keys_differ_by_everything() -> None:
     roots = [root_key(*names) for names in (("a", ""), ("a", "b"), ("ab", ""), ("", "ab"))]
     keys = [block_key(root, tokens) for root in roots for tokens in (ids(1), ids(2), ids(1, 2))]
-    cuts = [block_key(roots[0], ids(1), cut_bytes(*cut)) for cut in ((0, 0), (0, 1), (1, 0))]
-    assert len({*roots, *keys, *cuts}) == len(roots) + len(keys) + len(cuts)
+    bounded = list(map(bounded_key, keys))
+    assert len({*roots, *keys, *bounded}) == len(roots) + 2 * len(keys)
 
 
 def test_nodes_have_the_keys_of_their_path() -> None:
@@ -41,9 +41,11 @@ def test_nodes_have_the_keys_of_their_path() -> None:
     data = b"".join(ids(at, at + 1) for at in range(3000))
     assert node.key == list(block_keys(root_key("namespace", ""), data, 2))[-1]
     cut = Cut(at=6001, start=5990)
-    assert tree.add(node, ids(7, 8), (cut,), [[1]]).key == block_key(
-        node.key, ids(7, 8), cut_bytes(6001, 5990)
-    )
+    inexact = tree.add(node, ids(7, 8), (cut,), [[1]])
+    after = tree.add(inexact, ids(9, 10), (), [[2]])
+    first = block_key(node.key, ids(7, 8))
+    assert inexact.key == bounded_key(first)
+    assert after.key == bounded_key(block_key(first, ids(9, 10)))
 
 
 def test_contents_of_nodes_are_those_of_explanations() -> None:

@@ -6,6 +6,8 @@ blocks are held. What does not work out is a miss.
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,18 +15,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 from attrs import define, field
 
-from deepinfer_core.interfaces.cache import CacheContext
+from deepinfer_core.interfaces.cache import CacheContext, Cut, Keep
 from deepinfer_core.interfaces.kv_store import StoredPage
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.log import get_logger
+from deepinfer_prefix.keys import bounded_key
 from deepinfer_prefix.rules import Rules
 from deepinfer_prefix.store import PageStore
 from deepinfer_prefix.tiers.load import Load
 from deepinfer_prefix.tiers.loader import PageLoader
-from deepinfer_prefix.tree import Node, Pages
+from deepinfer_prefix.tree import Cuts, Node, Pages
 
 MOST_EXPORTS = 64
 """Blocks that may wait to be copied out; further ones are not written."""
+
+_CUT = struct.Struct("<QQ")
+"""``at`` and ``start`` of a cut; those of a block's whole path stand behind its pages."""
 
 
 @define(eq=False)
@@ -35,12 +41,14 @@ class Arrival:
         parent: the block they follow; its path is held.
         blocks: tokens of each.
         pages: for each block its pages, one entry a group; held until the end.
+        cuts: for each block that arrived, the cuts on its path as they were stored.
         load: what the loader knows.
     """
 
     parent: Node
     blocks: list[bytes]
     pages: list[list[Pages | None]]
+    cuts: list[Cuts] = field(init=False)
     load: Load = field(init=False)
 
 
@@ -66,6 +74,7 @@ class Behind:
         assert context.import_page is not None
         self._groups: Sequence[CacheGroupSpec] = context.groups
         self._export_page, self._import_page = context.export_page, context.import_page
+        self._clock = context.clock
         self._rules, self._store, self._let_go = rules, store, let_go
         # Windows that can be computed again are not worth their bytes.
         windows = rules.windows if rules.snapshots and rules.replay_rows is None else ()
@@ -89,10 +98,8 @@ class Behind:
 
     # ------------------------------------------------------------------------- writing behind
 
-    def save(self, node: Node) -> None:
+    def save(self, node: Node, keep: Keep) -> None:
         """Write a block that was just computed, soon."""
-        if node.cuts:
-            return  # nobody could find it: its key is known to those only who know its cuts
         pages = self._pages_of(node)
         if pages is None or self._exporting >= MOST_EXPORTS:
             self.num_not_written += 1
@@ -100,7 +107,16 @@ class Behind:
         self._exporting += 1
         for group in self._stored:
             self._store.hold(group, pages[group] or [])
-        self._copier.submit(self._export, node.key, node.content, pages)
+        # Explanations look for exact state by its tokens; approximations are not it.
+        content = b"" if node.cuts else node.content
+        times = {
+            "expires_at_s": self._from_now_s(keep.expire_after_s),
+            "retain_until_s": self._from_now_s(keep.retain_s),
+        }
+        self._copier.submit(self._export, node.key, content, node.cuts, pages, times)
+
+    def _from_now_s(self, seconds: float | None) -> float | None:
+        return None if seconds is None else self.now_s() + seconds
 
     def _pages_of(self, node: Node) -> list[Pages | None] | None:
         if any(node.pages[group] is None for group in self._stored):
@@ -110,7 +126,14 @@ class Behind:
             for group, pages in enumerate(node.pages)
         ]
 
-    def _export(self, key: bytes, content: bytes, pages: list[Pages | None]) -> None:
+    def _export(
+        self,
+        key: bytes,
+        content: bytes,
+        cuts: Cuts,
+        pages: list[Pages | None],
+        times: dict[str, float | None],
+    ) -> None:
         """Copy a block out; on a thread of its own."""
         try:
             parts = [
@@ -118,8 +141,9 @@ class Behind:
                 for group in self._stored
                 for page in pages[group] or ()
             ]
-            page = StoredPage(data=b"".join(parts), content=content)
-            self._loader.save(key, page)
+            parts += [_CUT.pack(cut.at, cut.start) for cut in cuts]
+            page = StoredPage(data=b"".join(parts), exact=not cuts, content=content)
+            self._loader.save(key, page, **times)
         except Exception as error:  # a page that is not written is a later miss
             get_logger("kv_store").warning("kv_store.not_exported", error=repr(error))
         finally:
@@ -127,8 +151,13 @@ class Behind:
 
     # -------------------------------------------------------------------------------- loading
 
-    def fetch(self, parent: Node, blocks: list[bytes]) -> Arrival | None:
+    def fetch(self, parent: Node, blocks: list[bytes], *, exact_only: bool) -> Arrival | None:
         """Begin to load blocks that follow ``parent``, whose path the caller holds.
+
+        Args:
+            parent: the block before.
+            blocks: tokens of each.
+            exact_only: take no approximation.
 
         Returns:
             None if there is no room for them.
@@ -144,11 +173,16 @@ class Behind:
             node = Node(node, tokens, (), [])
             nodes.append(node)
         arrival = Arrival(parent, blocks, [self._take_pages() for _ in blocks])
+        arrival.cuts = [()] * len(blocks)
+        keys = [node.key for node in nodes]
+        # What follows an approximation is one, and is named so already.
+        only_these = exact_only or bool(parent.cuts)
         arrival.load = self._loader.load(
-            [node.key for node in nodes],
+            keys,
+            otherwise=() if only_these else list(map(bounded_key, keys)),
             contents=[node.content for node in nodes],
-            exact_only=True,
-            deliver=lambda at, page: self._import(arrival.pages[at], page),
+            exact_only=exact_only,
+            deliver=lambda at, page: self._import(arrival, at, page),
         )
         return arrival
 
@@ -160,19 +194,22 @@ class Behind:
             for group, spec in enumerate(self._groups)
         ]
 
-    def _import(self, pages: list[Pages | None], page: StoredPage) -> None:
+    def _import(self, arrival: Arrival, at: int, block: StoredPage) -> None:
         """Copy a block in; on one of the loader's threads."""
-        data, start = memoryview(page.data), 0
+        data, start = memoryview(block.data), 0
         sizes = [
-            (group, at, self._groups[group].bytes_per_page)
+            (group, page, self._groups[group].bytes_per_page)
             for group in self._stored
-            for at in pages[group] or ()
+            for page in arrival.pages[at][group] or ()
         ]
-        if sum(size for _, _, size in sizes) != len(data):
+        rest = len(data) - sum(size for _, _, size in sizes)
+        if rest < 0 or rest % _CUT.size or (rest == 0) != block.exact:
             raise ValueError(f"a stored block has {len(data)} bytes, which is not its size")
-        for group, at, size in sizes:
-            self._import_page(group, at, bytes(data[start : start + size]))
+        for group, page, size in sizes:
+            self._import_page(group, page, data[start : start + size])
             start += size
+        cuts = _CUT.iter_unpack(data[start:]) if rest else ()
+        arrival.cuts[at] = tuple(Cut(at=where, start=begin) for where, begin in cuts)
 
     def has_arrived(self, arrival: Arrival) -> bool:
         """Whether nothing more will come."""
@@ -180,16 +217,29 @@ class Behind:
 
     def finish(self, arrival: Arrival) -> str | None:
         """Keep the blocks that arrived, and give the other pages back; the tier they came from."""
-        count = len(arrival.load.pages)
-        node: Node | None = arrival.parent
-        for tokens, pages in zip(arrival.blocks[:count], arrival.pages, strict=False):
-            if node is not None:
-                known = node.children.get((tokens, ()))
-                node = known or self._store.add(node, tokens, (), pages)
+        node = arrival.parent
+        for at, stored in enumerate(arrival.load.pages):
+            # A block that was computed after another approximation does not belong here.
+            before, own = arrival.cuts[at][: len(node.cuts)], arrival.cuts[at][len(node.cuts) :]
+            if before != node.cuts or any(cut.at < node.end for cut in own):
+                break
+            tokens = arrival.blocks[at]
+            known = node.children.get((tokens, own))
+            if known is None:
+                known = self._store.add(node, tokens, own, arrival.pages[at])
+                known.expires_at_s = self._device_time(stored.expires_at_s)
+            node = known
         self._give_back(arrival.pages)
-        if count and node is not None:
-            self._store.cover(node)
+        if node is arrival.parent:
+            return None
+        self._store.cover(node)
         return arrival.load.tier
+
+    def _device_time(self, expires_at_s: float | None) -> float:
+        """A time of stores by the cache's clock."""
+        if expires_at_s is None:
+            return math.inf
+        return expires_at_s - self.now_s() + self._clock()
 
     def abandon(self, arrival: Arrival) -> None:
         """Nobody waits for these blocks any more; pages come back once nothing is written there."""

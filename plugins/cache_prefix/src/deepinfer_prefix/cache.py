@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from attrs import define, evolve
+from attrs import define, evolve, frozen
 
 from deepinfer_core.batch import Int32, PageCopy
 from deepinfer_core.errors import CompositionError
-from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit
-from deepinfer_core.kv.layout import CacheGroupSpec, GroupKind
-from deepinfer_core.kv.tables import NO_PAGE, BlockTable
+from deepinfer_core.interfaces.cache import CacheContext, CacheUsage, Cut, Hit, Keep
+from deepinfer_core.kv.tables import NO_PAGE, BlockTable, has_state_as_of, missing_pages
 from deepinfer_prefix.behind import Arrival, Behind
 from deepinfer_prefix.config import PrefixConfig
 from deepinfer_prefix.copies import Copies
@@ -19,7 +19,7 @@ from deepinfer_prefix.explain import describe
 from deepinfer_prefix.lookup import Lookup, Start
 from deepinfer_prefix.rules import rules_for
 from deepinfer_prefix.store import PageStore
-from deepinfer_prefix.tree import Cuts, Node, Pages, cuts_in, find
+from deepinfer_prefix.tree import Cuts, Node, Pages, cuts_in
 
 TIER = "device"
 
@@ -43,6 +43,8 @@ class _Held:
         tail: what is kept of the block after ``last``.
         tokens: as of the last commit.
         pinned: the end of an earlier sequence that it was opened with.
+        keep: how long what it computes is kept.
+        expires_at_s: when that ends on the device.
     """
 
     tables: list[BlockTable]
@@ -54,6 +56,29 @@ class _Held:
     tail: Node | None = None
     tokens: Sequence[int] = ()
     pinned: Node | None = None
+    keep: Keep | None = None
+    expires_at_s: float = math.inf
+
+
+@frozen
+class _Asked:
+    """What a sequence was opened with.
+
+    Attributes:
+        root: of its salt.
+        data: its tokens that may be matched, four bytes each.
+        cuts: see ``Cache.open``.
+        num_tokens: all of its tokens.
+        exact_limit: likewise.
+        keep: likewise.
+    """
+
+    root: Node
+    data: bytes
+    cuts: Cuts | None
+    num_tokens: int
+    exact_limit: int | None
+    keep: Keep | None
 
 
 @define
@@ -63,20 +88,12 @@ class _Coming:
     Attributes:
         held: what it holds meanwhile: the blocks that are on the device already.
         arrival: the blocks on their way.
-        root: of its salt.
-        data: its tokens that may be matched, four bytes each.
-        cuts: as it was opened.
-        num_tokens: all of its tokens.
-        exact_limit: likewise.
+        asked: as it was opened.
     """
 
     held: _Held
     arrival: Arrival
-    root: Node
-    data: bytes
-    cuts: Cuts | None
-    num_tokens: int
-    exact_limit: int | None
+    asked: _Asked
 
 
 class PrefixCache:
@@ -93,7 +110,8 @@ class PrefixCache:
         self._store = PageStore(
             context.groups, context.num_pages, self._rules, context.namespace, context.eviction
         )
-        self._lookup = Lookup(context.groups, self._rules, context.recompute_tokens)
+        self._clock = context.clock
+        self._lookup = Lookup(context.groups, self._rules, context.clock, context.recompute_tokens)
         self._copies = Copies(len(self._groups), self._end_copy)
         self._held: dict[int, _Held] = {}
         self._coming: dict[int, _Coming] = {}
@@ -112,6 +130,7 @@ class PrefixCache:
         limit: int | None = None,
         exact_limit: int | None = None,
         cuts: tuple[Cut, ...] | None = None,
+        keep: Keep | None = None,
     ) -> Hit:
         """Begin a sequence; look for a stored prefix and pin it.
 
@@ -125,11 +144,12 @@ class PrefixCache:
         most = max(0, len(token_ids) - 1)
         data = _bytes_of(token_ids, most if limit is None else min(most, limit))
         root = self._store.tree.root(salt)
-        coming = self._fetch(root, data, cuts, len(token_ids), exact_limit)
+        asked = _Asked(root, data, cuts, len(token_ids), exact_limit, keep)
+        coming = self._fetch(asked)
         if coming is not None:
             self._coming[sequence_id] = coming
             return coming.held.hit
-        held = self._start(root, data, cuts, len(token_ids), exact_limit)
+        held = self._start(asked)
         self._held[sequence_id] = held
         return held.hit
 
@@ -143,9 +163,7 @@ class PrefixCache:
             return None
         del self._coming[sequence_id]
         tier = self._behind.finish(coming.arrival)
-        held = self._start(
-            coming.root, coming.data, coming.cuts, coming.num_tokens, coming.exact_limit
-        )
+        held = self._start(coming.asked)
         missing = coming.arrival.load.missing
         if missing is not None and held.hit.miss:
             why = describe(missing, self._behind.now_s())
@@ -201,7 +219,7 @@ class PrefixCache:
             )
         if not self._has_state_as_of(parent, num_tokens):
             return False
-        copied = [_copied_index(spec, num_tokens) for spec in self._groups]
+        copied = [spec.unfinished_page(num_tokens) for spec in self._groups]
         if not self._store.make_room([index is not None for index in copied]):
             return False
         last = parent.last
@@ -209,6 +227,7 @@ class PrefixCache:
             last = last.parent
         child = self._new_held(last, parent.hit if num_tokens else Hit(), num_tokens)
         child.committed = child.reserved = num_tokens
+        child.keep, child.expires_at_s = parent.keep, parent.expires_at_s
         if num_tokens:
             for group, index in enumerate(copied):
                 self._fork_group(
@@ -224,10 +243,7 @@ class PrefixCache:
         held = self._find(sequence_id)
         if num_tokens <= held.reserved:
             return True
-        missing = [
-            max(0, spec.pages_for(num_tokens) - len(table))
-            for spec, table in zip(self._groups, held.tables, strict=True)
-        ]
+        missing = missing_pages(self._groups, held.tables, num_tokens)
         if not self._store.make_room(missing):
             return False
         for group, count in enumerate(missing):
@@ -313,46 +329,42 @@ class PrefixCache:
 
     # --------------------------------------------------------------------------------- opening
 
-    def _fetch(
-        self,
-        root: Node,
-        data: bytes,
-        cuts: Cuts | None,
-        num_tokens: int,
-        exact_limit: int | None,
-    ) -> _Coming | None:
+    def _fetch(self, asked: _Asked) -> _Coming | None:
         """Begin to load the blocks that the device lacks; None if there is nothing to wait for."""
+        cuts, data = asked.cuts, asked.data
         if self._behind is None or not self._behind.can_store or cuts:
             return None
         size = 4 * self._rules.block_tokens
-        match = find(
-            root, data, block_tokens=self._rules.block_tokens, grain=self._rules.grain, cuts=()
-        ).whole()
+        match = self._lookup.match(asked.root, data, cuts).whole()
         blocks = [
             data[at : at + size] for at in range(4 * match.length, len(data) - size + 1, size)
         ]
         if not blocks:
             return None
-        held = self._begin(Start(match=match, compute_from=match.length), num_tokens)
-        arrival = self._behind.fetch(match.deepest, blocks) if held is not None else None
-        if held is not None and arrival is not None:
-            return _Coming(held, arrival, root, data, cuts, num_tokens, exact_limit)
-        if held is not None:
-            self._end(held)
+        start = Start(match=match, compute_from=match.length, cuts=match.cuts)
+        held = self._begin(start, asked.num_tokens)
+        if held is None:
+            return None
+        exact_only = cuts is not None or not self._rules.approximates
+        arrival = self._behind.fetch(match.deepest, blocks, exact_only=exact_only)
+        if arrival is not None:
+            return _Coming(held, arrival, asked)
+        self._end(held)
         return None
 
-    def _start(
-        self,
-        root: Node,
-        data: bytes,
-        cuts: Cuts | None,
-        num_tokens: int,
-        exact_limit: int | None,
-    ) -> _Held:
+    def _start(self, asked: _Asked) -> _Held:
         """Begin with the start that saves most and has room."""
+        held = self._best(asked)
+        held.keep = asked.keep
+        if asked.keep is not None and asked.keep.expire_after_s is not None:
+            held.expires_at_s = self._clock() + asked.keep.expire_after_s
+        return held
+
+    def _best(self, asked: _Asked) -> _Held:
+        cuts, data, num_tokens = asked.cuts, asked.data, asked.num_tokens
         for whole_blocks in (False, True):
             start = self._lookup.start(
-                root, data, cuts, whole_blocks=whole_blocks, exact_limit=exact_limit
+                asked.root, data, cuts, whole_blocks=whole_blocks, exact_limit=asked.exact_limit
             )
             held = self._begin(start, num_tokens, rebuilds=bool(cuts))
             if held is not None:
@@ -495,14 +507,20 @@ class PrefixCache:
         pages = [self._own_pages(held, group, stop) for group in range(len(self._groups))]
         node = before.children.get((tokens, cuts))
         if node is None:
-            node = self._store.add(before, tokens, cuts, pages)
+            node = self._add(held, tokens, cuts, pages)
             if self._behind is not None and self._behind.can_store:
-                self._behind.save(node)
+                self._behind.save(node, held.keep or Keep())
         else:
+            node.expires_at_s = max(node.expires_at_s, held.expires_at_s)
             self._use(held, node, pages)
         self._store.attach(node)
         held.last = node
         self._store.detach(before)
+
+    def _add(self, held: _Held, tokens: bytes, cuts: Cuts, pages: list[Pages | None]) -> Node:
+        node = self._store.add(held.last, tokens, cuts, pages)
+        node.expires_at_s = held.expires_at_s
+        return node
 
     def _use(self, held: _Held, node: Node, own: list[Pages | None]) -> None:
         """Give the pages of a block up for those of the same block that are kept already."""
@@ -539,9 +557,12 @@ class PrefixCache:
         self._drop_tail(held)
         tokens = _bytes_of(held.tokens[start:end], end - start)
         cuts = cuts_in(held.hit.cuts, start, end - start)
-        if (tokens, cuts) not in held.last.children:
+        kept = held.last.children.get((tokens, cuts))
+        if kept is not None:
+            kept.expires_at_s = max(kept.expires_at_s, held.expires_at_s)
+        else:
             pages = [self._own_pages(held, group, end) for group in range(len(self._groups))]
-            held.tail = self._store.add(held.last, tokens, cuts, pages)
+            held.tail = self._add(held, tokens, cuts, pages)
 
     def _drop_tail(self, held: _Held) -> None:
         """A longer block takes the tail's place."""
@@ -599,12 +620,8 @@ class PrefixCache:
     def _has_state_as_of(self, parent: _Held, num_tokens: int) -> bool:
         if num_tokens < parent.hit.length and parent.hit.compute_from < parent.hit.length:
             return False
-        for spec, table in zip(self._groups, parent.tables, strict=True):
-            if spec.kind is GroupKind.STATE and num_tokens != parent.committed:
-                return False
-            if spec.first_live_page(num_tokens) < table.first_live:
-                return False
-        return True
+        committed = parent.committed
+        return has_state_as_of(self._groups, parent.tables, num_tokens, committed=committed)
 
     def _fork_group(
         self, group: int, parent: BlockTable, child: BlockTable, copied: int | None, length: int
@@ -636,15 +653,6 @@ def _miss(start: Start, data: bytes, *, whole_blocks: bool) -> str:
         return "device: nothing is kept under this salt"
     short = ", or no page was free to copy it" if whole_blocks else ""
     return f"device: the block from token {length} on is not kept, or not its windows{short}"
-
-
-def _copied_index(spec: CacheGroupSpec, num_tokens: int) -> int | None:
-    """Index of the page that a fork must copy because both sides go on writing it."""
-    if num_tokens == 0:
-        return None
-    if spec.kind is GroupKind.STATE:
-        return 0
-    return None if num_tokens % spec.page_size == 0 else num_tokens // spec.page_size
 
 
 def _real(pages: Pages) -> Pages:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from attrs import frozen
 
 from deepinfer_core.interfaces.kv_store import PageState, PageStatus
-from deepinfer_prefix.keys import block_keys, root_key
+from deepinfer_prefix.keys import block_keys, bounded_key, root_key
 
 CONTENT_BYTES = 16
 
@@ -53,6 +53,8 @@ class Explanation:
         num_blocks: full blocks of the prompt.
         found: leading blocks that are present.
         missing: why the next one is not; None if all are.
+        bounded_from: the first block of which only an approximation is present, None if all found
+            are exact; an exact request ends there.
     """
 
     num_tokens: int
@@ -60,6 +62,7 @@ class Explanation:
     num_blocks: int
     found: int
     missing: PageStatus | None
+    bounded_from: int | None = None
 
     @property
     def found_tokens(self) -> int:
@@ -69,6 +72,8 @@ class Explanation:
     def text(self, now_s: float) -> str:
         """One line for people."""
         head = f"{self.found} of {self.num_blocks} blocks ({self.found_tokens} tokens)"
+        if self.bounded_from is not None:
+            head += f", from block {self.bounded_from} on as approximations"
         if self.missing is None:
             return f"{head}: everything that fills a block is there"
         first, last = self.found_tokens, self.found_tokens + self.block_tokens - 1
@@ -82,12 +87,14 @@ def explain_prompt(
     """Walk over a prompt's blocks up to the first that is missing."""
     tokens = token_bytes(token_ids)
     keys = block_keys(root_key(namespace, salt), tokens, block_tokens)
-    found, missing = 0, None
-    for key, content in zip(keys, contents(tokens, block_tokens), strict=True):
+    found, missing, bounded_from = 0, None, None
+    for at, (key, content) in enumerate(zip(keys, contents(tokens, block_tokens), strict=True)):
         status = ask(key, content)
-        if status.state is not PageState.PRESENT:
-            missing = status
-            break
+        if status.state is not PageState.PRESENT or bounded_from is not None:
+            if ask(bounded_key(key), b"").state is not PageState.PRESENT:
+                missing = status
+                break
+            bounded_from = at if bounded_from is None else bounded_from
         found += 1
     return Explanation(
         num_tokens=len(token_ids),
@@ -95,6 +102,7 @@ def explain_prompt(
         num_blocks=len(token_ids) // block_tokens,
         found=found,
         missing=missing,
+        bounded_from=bounded_from,
     )
 
 

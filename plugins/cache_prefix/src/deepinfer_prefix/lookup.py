@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
@@ -40,14 +41,34 @@ class Lookup:
     Args:
         groups: the model's cache groups.
         rules: how they are recovered.
+        clock: the cache's clock.
         recompute_tokens: positions at the end of a hit to compute again in any case, as far as
             their state can be had.
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroupSpec], rules: Rules, recompute_tokens: int = 0
+        self,
+        groups: Sequence[CacheGroupSpec],
+        rules: Rules,
+        clock: Callable[[], float],
+        recompute_tokens: int = 0,
     ) -> None:
         self._groups, self._rules, self._again = tuple(groups), rules, recompute_tokens
+        self._clock = clock
+
+    def match(self, root: Node, data: bytes, cuts: Cuts | None) -> Match:
+        """The longest beginning that is kept; for the arguments see ``start``.
+
+        Who rebuilds approximations finds blocks that have expired too: it must find its own.
+        """
+        return find(
+            root,
+            data,
+            block_tokens=self._rules.block_tokens,
+            grain=self._rules.grain,
+            cuts=cuts,
+            now_s=-math.inf if cuts else self._clock(),
+        )
 
     def start(
         self,
@@ -85,8 +106,7 @@ class Lookup:
         return Start(match=start.match, compute_from=start.compute_from, restart_at=cuts[0].at)
 
     def _find(self, root: Node, data: bytes, cuts: Cuts | None, whole_blocks: bool) -> Match:
-        rules = self._rules
-        match = find(root, data, block_tokens=rules.block_tokens, grain=rules.grain, cuts=cuts)
+        match = self.match(root, data, cuts)
         return match.whole() if whole_blocks else match
 
     def _free(self, match: Match, exact: Match, *, inexact: bool) -> Start:

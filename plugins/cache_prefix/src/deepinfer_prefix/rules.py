@@ -40,6 +40,11 @@ class Rules:
     replay_rows: int | None
     replay_is_exact: bool
 
+    @property
+    def approximates(self) -> bool:
+        """Whether hits may make approximations."""
+        return self.replay_rows is not None and not self.replay_is_exact
+
 
 def exact_rows(groups: Sequence[CacheGroupSpec]) -> int:
     """Rows after which nothing below the replay start can be felt: each layer reaches back W-1."""

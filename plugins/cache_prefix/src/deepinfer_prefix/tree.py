@@ -9,6 +9,7 @@ approximations; without cuts on its path a node is exact.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from attrs import define
 
 from deepinfer_core.interfaces.cache import Cut
 from deepinfer_prefix.explain import no_content
-from deepinfer_prefix.keys import block_key, cut_bytes, root_key
+from deepinfer_prefix.keys import block_key, bounded_key, root_key
 
 Pages = list[int]
 Cuts = tuple[Cut, ...]
@@ -37,11 +38,12 @@ class Node:
         pages: one entry a group: its pages, or None where they are not kept.
         refs: open sequences whose last published block it is.
         is_entry: whether the order of whole blocks knows it.
+        expires_at_s: nobody finds it from this time on, by the cache's clock.
     """
 
     __slots__ = (
-        "_content", "_key", "children", "cuts", "end", "is_alive", "is_entry", "own_cuts",
-        "pages", "parent", "refs", "tokens",
+        "_content", "_key", "children", "cuts", "end", "expires_at_s", "is_alive", "is_entry",
+        "own_cuts", "pages", "parent", "refs", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +54,7 @@ class Node:
         self.end: int = len(tokens) // 4 + (parent.end if parent else 0)
         self.cuts: Cuts = parent.cuts + cuts if parent else cuts
         self.refs, self.is_entry, self.is_alive = 0, False, True
+        self.expires_at_s = math.inf
         self._key: bytes | None = None
         self._content: hashlib.blake2b | None = None
 
@@ -66,10 +69,9 @@ class Node:
         for node in self._up_to(lambda node: node._key is not None):
             assert node.parent is not None  # roots are made with a key
             assert node.parent._key is not None
-            cuts = b"".join(cut_bytes(cut.at, cut.start) for cut in node.own_cuts)
-            node._key = block_key(node.parent._key, node.tokens, cuts)
+            node._key = block_key(node.parent._key, node.tokens)
         assert self._key is not None
-        return self._key
+        return bounded_key(self._key) if self.cuts else self._key
 
     @property
     def content(self) -> bytes:
@@ -187,6 +189,7 @@ def find(
     block_tokens: int,
     grain: int,
     cuts: Cuts | None,
+    now_s: float,
 ) -> Match:
     """Walk down as far as tokens match.
 
@@ -196,17 +199,18 @@ def find(
         block_tokens: tokens of a block.
         grain: a match inside a block ends at a multiple of it.
         cuts: those that the path must have as far as it goes, or None for any.
+        now_s: by the cache's clock; blocks that have expired are passed over.
     """
     node, path, at, size = root, [], 0, 4 * block_tokens
     while at + size <= len(data):
         block = data[at : at + size]
-        child = _child(node, block, cuts)
+        child = _child(node, block, cuts, now_s)
         if child is None:
             break
         path.append(child)
         node, at = child, at + size
     match = Match(root, path, None, node.end, node.cuts)
-    last, common = _begins_alike(node, data[at : at + size], cuts)
+    last, common = _begins_alike(node, data[at : at + size], cuts, now_s)
     common -= common % grain
     if last is not None and common:
         match.last, match.length = last, node.end + common
@@ -214,11 +218,14 @@ def find(
     return match
 
 
-def _child(node: Node, block: bytes, cuts: Cuts | None) -> Node | None:
+def _child(node: Node, block: bytes, cuts: Cuts | None, now_s: float) -> Node | None:
+    own = () if cuts is None else cuts_in(cuts, node.end, len(block) // 4)
+    child = node.children.get((block, own))
+    if child is not None and child.expires_at_s > now_s:
+        return child
     if cuts is not None:
-        return node.children.get((block, cuts_in(cuts, node.end, len(block) // 4)))
-    plain = node.children.get((block, ()))
-    return plain or next((c for c in _alike(node, block) if c.tokens == block), None)
+        return None
+    return next((c for c in _alike(node, block, now_s) if c.tokens == block), None)
 
 
 def cuts_in(cuts: Cuts, start: int, num_tokens: int) -> Cuts:
@@ -226,10 +233,12 @@ def cuts_in(cuts: Cuts, start: int, num_tokens: int) -> Cuts:
     return tuple(cut for cut in cuts if start <= cut.at < start + num_tokens)
 
 
-def _begins_alike(node: Node, rest: bytes, cuts: Cuts | None) -> tuple[Node | None, int]:
+def _begins_alike(
+    node: Node, rest: bytes, cuts: Cuts | None, now_s: float
+) -> tuple[Node | None, int]:
     """The child that shares most tokens with ``rest``, exact ones first, and how many."""
     best, most = None, 0
-    for child in _alike(node, rest[:4]):
+    for child in _alike(node, rest[:4], now_s):
         common = _common(child.tokens, rest)
         if cuts is not None:
             wanted = cuts_in(cuts, node.end, common)
@@ -248,11 +257,11 @@ def _common(one: bytes, other: bytes) -> int:
     return int(differs[0]) if len(differs) else size // 4
 
 
-def _alike(node: Node, first: bytes) -> Iterator[Node]:
+def _alike(node: Node, first: bytes, now_s: float) -> Iterator[Node]:
     """Children that begin with some bytes, newest first."""
     if not first:
         return
     children = reversed(node.children.values())
     for _, child in zip(range(CANDIDATES), children, strict=False):
-        if child.tokens.startswith(first):
+        if child.tokens.startswith(first) and child.expires_at_s > now_s:
             yield child

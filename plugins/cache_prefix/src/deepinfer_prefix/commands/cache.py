@@ -172,6 +172,7 @@ def explain(
                     "num_blocks": found.num_blocks,
                     "found_blocks": found.found,
                     "found_tokens": found.found_tokens,
+                    "bounded_from": found.bounded_from,
                     "missing": missing
                     and {"state": str(missing.state), "since_s": missing.since_s},
                     "text": found.text(now_s),

@@ -18,6 +18,7 @@ class Load:
 
     Attributes:
         keys: what was asked for, in order.
+        otherwise: for each, a second key to try where nothing is under the first; or nothing.
         pages: the leading pages that arrived, as long as the hit; without their data if they were
             delivered.
         missing: why the page after them did not arrive, where the store was asked.
@@ -28,12 +29,13 @@ class Load:
         keys: Sequence[bytes],
         contents: Sequence[bytes],
         *,
+        otherwise: Sequence[bytes] = (),
         exact_only: bool,
         deliver: Deliver | None,
         deadline_s: float,
         notify: Callable[[], None] | None,
     ) -> None:
-        self.keys = tuple(keys)
+        self.keys, self.otherwise = tuple(keys), tuple(otherwise)
         self.contents = tuple(contents) or (b"",) * len(self.keys)
         self.pages: tuple[StoredPage, ...] = ()
         self.missing: PageStatus | None = None

@@ -112,6 +112,7 @@ class PageLoader:
         self,
         keys: Sequence[bytes],
         *,
+        otherwise: Sequence[bytes] = (),
         contents: Sequence[bytes] = (),
         exact_only: bool = True,
         deliver: Deliver | None = None,
@@ -121,6 +122,7 @@ class PageLoader:
 
         Args:
             keys: in the order of the pages.
+            otherwise: for each, a second key to try where nothing is under the first; or nothing.
             contents: digests of their tokens alone (``explain.contents``), or nothing; with them
                 a miss is explained better.
             exact_only: end the run before a page that is not exact.
@@ -131,6 +133,7 @@ class PageLoader:
         load = Load(
             keys,
             contents,
+            otherwise=otherwise,
             exact_only=exact_only,
             deliver=deliver,
             deadline_s=self._clock() + self._config.timeout_s,
@@ -259,6 +262,8 @@ class PageLoader:
         missing: PageStatus | None = None
         try:
             page = self.store.get(load.keys[at])
+            if page is None and load.otherwise:
+                page = self.store.get(load.otherwise[at])
             if page is None:
                 missing = self.store.explain(load.keys[at], load.contents[at])
         except Exception as error:

@@ -117,6 +117,8 @@ class SamplingParams:
             0 reports the chosen token only, None nothing.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
+        detokenize: whether there is a text at all; False is for whoever makes it from the token ids
+            anyway, and leaves nothing in which ``stop`` could be found.
         structured: a grammar that the output must follow; None for free text.
         thinking_limit: how long the model may think; None for as long as it likes. While a grammar
             holds, it alone decides.
@@ -141,6 +143,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     structured: StructuredOutput | None = None
     thinking_limit: ThinkingLimit | None = None
 
@@ -149,7 +152,7 @@ class SamplingParams:
         self._check_counts()
         self._check_shape()
         self._check_penalties()
-        for field in ("ignore_eos", "include_stop", "skip_special_tokens"):
+        for field in ("ignore_eos", "include_stop", "skip_special_tokens", "detokenize"):
             values.flag(field, getattr(self, field))
         structured: object = self.structured
         if structured is not None and not isinstance(structured, StructuredOutput):
@@ -198,6 +201,8 @@ class SamplingParams:
             self._put(field, values.bounded(field, getattr(self, field), -2.0, 2.0))
 
     def _check_combinations(self) -> None:
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs the text; leave detokenize on, or use stop_token_ids")
         limit = self.thinking_limit
         if limit is not None and self.min_tokens:
             banned = set(limit.end_token_ids).intersection(self.stop_token_ids)

@@ -136,6 +136,14 @@ _OPTIONS = {
         type=bool,
         help="Keep special tokens in the text.",
     ),
+    "detokenize": click.option(
+        "--no-text",
+        "detokenize",
+        flag_value=False,
+        default=None,
+        type=bool,
+        help="With --json: token ids without text.",
+    ),
 }
 
 

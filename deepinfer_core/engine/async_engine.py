@@ -73,10 +73,42 @@ class DeltaStream:
         except BaseException:
             self._finalizer()
             raise
-        self._finalizer.detach()
-        if channel.error is not None:
-            raise channel.error
+        self._end()
         raise StopAsyncIteration
+
+    async def arrived(self) -> list[Delta]:
+        """Wait, then return all deltas that came meanwhile; none after the last one.
+
+        For servers: one call for all that a step brought, and every call lets the event loop run,
+        so that an engine that is faster than the loop keeps nobody else out of it.
+
+        Raises:
+            RequestError: the request was refused.
+            EngineError: the engine failed or was closed.
+        """
+        channel = self._channel
+        try:
+            while True:
+                await channel.ready.wait()
+                channel.ready.clear()
+                ended = channel.ended or not self._finalizer.alive
+                found = channel.take_all()
+                if ended:
+                    channel.ready.set()  # nobody will any more
+                if found:
+                    return found
+                if ended:
+                    break
+        except BaseException:
+            self._finalizer()
+            raise
+        self._end()
+        return []
+
+    def _end(self) -> None:
+        self._finalizer.detach()
+        if self._channel.error is not None:
+            raise self._channel.error
 
     async def accepted(self) -> None:
         """Wait until the engine has queued the request; what is refused is refused here.

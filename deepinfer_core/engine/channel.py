@@ -76,6 +76,13 @@ class Channel:
         with self._lock:
             return self._waiting.popleft() if self._waiting else None
 
+    def take_all(self) -> list[Delta]:
+        """Return everything that waits, the oldest first."""
+        with self._lock:
+            found = list(self._waiting)
+            self._waiting.clear()
+        return found
+
 
 def wake(channels: Iterable[Channel]) -> list[Channel]:
     """Wake the readers of channels, with one call for each event loop.

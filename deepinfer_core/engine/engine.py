@@ -349,7 +349,7 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> StreamDetokenizer | None:
         make = self._parts.detokenizer
-        if make is None:
+        if make is None or not request.params.detokenize:
             return None
         return make(request.params.skip_special_tokens, request.prompt_token_ids)
 

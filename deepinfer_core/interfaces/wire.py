@@ -64,9 +64,10 @@ class ServerEvent:
         return f"{name}data: {data}\n\n".encode()
 
 
-def to_json(value: Any) -> str:
-    """Serialise a body: compact, no ASCII folding, no NaN."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+to_json: Callable[[Any], str] = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False
+).encode
+"""Serialise a body: compact, no ASCII folding, no NaN (a ValueError)."""
 
 
 @frozen(kw_only=True)

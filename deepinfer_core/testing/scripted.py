@@ -249,7 +249,7 @@ class ScriptedEngine:
             request_id=request.request_id,
             index=index,
             token_ids=(token,),
-            text=self.tokenizer.decode([token]),
+            text=self.tokenizer.decode([token]) if params.detokenize else "",
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=END if ends else None,
@@ -277,7 +277,7 @@ class ScriptedEngine:
         alive.open.discard(index)
         alive.outputs[index] = Output(
             index=index,
-            text=self.tokenizer.decode(tokens),
+            text=self.tokenizer.decode(tokens) if alive.request.params.detokenize else "",
             token_ids=tokens,
             finish_reason=reason,
             stop_reason=END if reason is FinishReason.STOP else None,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from typing import Any
 
@@ -235,6 +235,50 @@ async def aborted(engine: AsyncEngine, scripted: ScriptedEngine) -> list[str]:
     return scripted.aborted
 
 
+def test_what_came_meanwhile_arrives_at_once() -> None:
+    gate = Gate()
+
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.generate("abcdef")
+        gate.let(3)
+        for _ in range(4):  # the fourth step waits, so three are over
+            await asyncio.to_thread(gate.arrived.acquire)
+        assert [delta.text for delta in await stream.arrived()] == ["a", "b", "c"]
+        gate.open()
+        rest = []
+        while deltas := await stream.arrived():
+            rest += [delta.text for delta in deltas]
+        assert rest == ["d", "e", "f", ""]
+        assert stream.result is not None
+        assert await stream.arrived() == []
+        with pytest.raises(RequestError):
+            await engine.generate([70000]).arrived()
+
+    run(ScriptedEngine(before_step=gate), body)
+
+
+def test_reading_what_arrives_lets_the_loop_run() -> None:
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.generate("abc", SamplingParams(ignore_eos=True, max_tokens=900))
+        turns = arrivals = 0
+        over = False
+
+        async def other() -> None:
+            nonlocal turns
+            while not over:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        while await stream.arrived():
+            arrivals += 1
+        over = True
+        await task
+        assert turns >= arrivals
+
+    run(ScriptedEngine(), body)
+
+
 def test_leaving_a_with_block_ends_the_request() -> None:
     scripted = ScriptedEngine(before_step=lambda step: None)
 
@@ -329,6 +373,17 @@ def test_abort_gives_the_reader_a_last_delta() -> None:
     run(ScriptedEngine(before_step=gate), body)
 
 
+async def one_by_one(stream: DeltaStream) -> AsyncIterator[Delta]:
+    async for delta in stream:
+        yield delta
+
+
+async def as_they_arrive(stream: DeltaStream) -> AsyncIterator[Delta]:
+    while deltas := await stream.arrived():
+        for delta in deltas:
+            yield delta
+
+
 class Reader:
     """Reads one stream in one of the ways that people do."""
 
@@ -339,10 +394,11 @@ class Reader:
         self.stream = engine.generate(self.text, request_id=str(number))
         self.got = ""
         self.way = random.choice(["whole", "slow", "close", "cancel", "abort", "forget"])
+        self.deltas = random.choice([one_by_one, as_they_arrive])
 
     async def read(self) -> None:
         stop = self._random.randint(1, len(self.text))
-        async for delta in self.stream:
+        async for delta in self.deltas(self.stream):
             self.got += delta.text
             if self.way == "slow":
                 await asyncio.sleep(0)

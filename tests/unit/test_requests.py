@@ -112,6 +112,8 @@ def test_combinations_that_cannot_be_met_are_refused() -> None:
         SamplingParams(max_tokens=4, min_tokens=5)
     with pytest.raises(RequestError, match="prompt_logprobs"):
         SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match="stop needs the text"):
+        SamplingParams(stop="x", detokenize=False)
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
     assert SamplingParams(min_tokens=5).min_tokens == 5
 

@@ -61,5 +61,5 @@ def test_from_start_to_sigterm(tiny_path: Path) -> None:
     assert "<title>DeepInfer" in page.text
     assert "script-src 'self'" in page.headers["content-security-policy"]
     server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == 0
+    assert server.wait() == 0
     server.stderr.close()

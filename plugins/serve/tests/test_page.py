@@ -101,7 +101,7 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        opened = driver.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=0)
         yield opened
         opened.close()
 
@@ -109,7 +109,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     context = browser.new_context()
-    context.set_default_timeout(60_000)
+    context.set_default_timeout(0)
     opened = context.new_page()
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -126,27 +126,49 @@ def chat_engine(**options: Any) -> ScriptedEngine:
     return ScriptedEngine(recipe=ChatRecipe(), **options)
 
 
+def text_of(page: Any, selector: str) -> str:
+    return str(page.text_content(selector))
+
+
+def say(page: Any, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def answered(page: Any, times: int = 1) -> None:
+    page.wait_for_selector(f"footer >> nth={times - 1}")
+    page.wait_for_selector("#send:visible")
+
+
+def last_prompt(live: Any) -> str:
+    return bytes(live.engine.submitted[-1].prompt_token_ids).decode("latin-1")
+
+
 def test_a_conversation_by_keyboard_alone(start: Any, page: Any) -> None:
     live = start(engine=chat_engine())
     page.goto(live.url)
-    page.wait_for_function("document.getElementById('model').textContent === 'toy'")
+    page.wait_for_selector("#model:text-is('toy')")
     page.keyboard.type("hello")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("<b>you</b>")
     page.keyboard.press("Enter")
-    page.wait_for_selector("article.assistant footer")
-    assert page.text_content("article.assistant .text") == "hello\n<b>you</b>"
-    assert page.text_content("article.assistant details div") == "Hm."
-    figures = page.text_content("article.assistant footer")
-    assert "tokens/s" in figures
-    assert "3 of 16 prompt tokens cached" in figures
-    assert "5 drafts accepted" in figures
+    answered(page)
+    assert text_of(page, "article.assistant .text") == "hello\n<b>you</b>"
+    assert text_of(page, "article.assistant details div") == "Hm."
+    figures = text_of(page, "article.assistant .figures")
+    for figure in ("tokens/s", "17 tokens", "3 of 16 prompt tokens cached", "5 drafts accepted"):
+        assert figure in figures
     assert page.evaluate("document.activeElement.id") == "message"
     page.keyboard.type("more")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelectorAll('footer').length === 2")
-    sent = bytes(live.engine.submitted[-1].prompt_token_ids).decode()
-    assert sent == "hello\n<b>you</b>\nhello\n<b>you</b>\nmore"
+    answered(page, 2)
+    assert last_prompt(live) == "hello\n<b>you</b>\nhello\n<b>you</b>\nmore"
+    page.keyboard.press("ArrowUp")
+    assert page.input_value("#message") == "more"
+    page.keyboard.type("!")
+    page.keyboard.press("Enter")
+    answered(page, 2)
+    assert last_prompt(live).endswith("you</b>\nmore!")
     page.keyboard.press("Control+k")
     assert page.query_selector("article") is None
 
@@ -154,48 +176,90 @@ def test_a_conversation_by_keyboard_alone(start: Any, page: Any) -> None:
 def test_an_answer_grows_and_can_be_stopped(start: Any, gate: Any, page: Any) -> None:
     live = start(engine=chat_engine(before_step=gate))
     page.goto(live.url)
-    page.keyboard.type("x" * 100)
-    page.keyboard.press("Enter")
+    say(page, "x" * 100)
     gate.let(6)
-    page.wait_for_function("document.querySelector('article.assistant .text').textContent !== ''")
+    page.wait_for_selector("article.assistant .text:not(:empty)")
     assert page.is_visible("#stop")
     page.keyboard.press("Escape")
     page.wait_for_selector("#send:visible")
-    assert "(stopped)" in page.text_content("article.assistant .text")
+    assert "stopped" in text_of(page, "article.assistant .figures")
+    assert text_of(page, "article.assistant .text").strip("x") == ""
     gate.open()
-    page.wait_for_timeout(200)
-    assert not live.engine.has_work
+    while live.engine.has_work:  # its pages came back
+        page.wait_for_timeout(5)
+
+
+def test_a_new_chat_forgets_the_answer_that_was_being_written(
+    start: Any, gate: Any, page: Any
+) -> None:
+    live = start(engine=chat_engine(before_step=gate))
+    page.goto(live.url)
+    say(page, "x" * 100)
+    gate.let(6)
+    page.wait_for_selector("article.assistant .text:not(:empty)")
+    page.keyboard.press("Control+k")
+    page.wait_for_selector("#send:visible")
+    gate.open()
+    say(page, "fresh")
+    answered(page)
+    assert last_prompt(live) == "fresh"
+
+
+def test_an_answer_can_be_asked_for_again(start: Any, page: Any) -> None:
+    live = start(engine=chat_engine())
+    page.goto(live.url)
+    say(page, "hello")
+    answered(page)
+    page.click("text=Try again")
+    answered(page)
+    assert last_prompt(live) == "hello"
+    assert len(live.engine.submitted) == 2
+
+
+def test_code_stands_apart(start: Any, page: Any) -> None:
+    page.goto(start(engine=chat_engine()).url)
+    say(page, "before\n```html\n<i>1</i>\n```\nafter")
+    answered(page)
+    assert text_of(page, "article.assistant pre") == "<i>1</i>\n"
+    assert text_of(page, "article.assistant .text") == "before\n<i>1</i>\nafter"
 
 
 def test_a_key_is_asked_for_and_used(start: Any, page: Any) -> None:
-    live = start(engine=chat_engine(), api_keys=("sesame",))
-    page.goto(live.url)
-    page.wait_for_function("document.getElementById('model').textContent.includes('key')")
-    page.keyboard.type("hi")
-    page.keyboard.press("Enter")
+    page.goto(start(engine=chat_engine(), api_keys=("sesame",)).url)
+    page.wait_for_selector("#model:text('key')")
+    say(page, "hi")
     page.wait_for_selector("article.error")
-    page.click("summary")
-    page.fill("#key", "sesame")
-    page.press("#key", "Tab")
-    page.wait_for_function("document.getElementById('model').textContent === 'toy'")
-    page.fill("#message", "hello")
-    page.press("#message", "Enter")
-    page.wait_for_selector("article.assistant footer")
+    page.wait_for_selector("#key:focus")
+    page.keyboard.type("sesame")
+    page.keyboard.press("Tab")
+    page.wait_for_selector("#model:text-is('toy')")
+    say(page, "hello")
+    answered(page)
+    assert page.query_selector("article.error") is None
+    assert page.locator("article").count() == 2
 
 
 def test_a_failure_is_shown(start: Any, page: Any) -> None:
-    live = start(engine=chat_engine(poison="!"))
-    page.goto(live.url)
-    page.keyboard.type("fine! later")
-    page.keyboard.press("Enter")
+    page.goto(start(engine=chat_engine(poison="!")).url)
+    say(page, "fine! later")
     page.wait_for_selector("article.error")
-    assert "fine" in page.text_content("article.error .text")
+    assert text_of(page, "article.error .text") == "f"
+    assert "poisoned" in text_of(page, "article.error .fault")
 
 
 def test_the_page_fits_a_phone_and_names_its_parts(start: Any, page: Any) -> None:
-    live = start(engine=chat_engine())
     page.set_viewport_size({"width": 360, "height": 640})
-    page.goto(live.url)
+    page.goto(start(engine=chat_engine()).url)
+    say(page, "x" * 200 + "\n```\n" + "y" * 200)
+    answered(page)
+    page.click("summary >> text=Settings")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.get_by_label("Message", exact=True).count() == 1
+    for label in ("Message", "System message", "Temperature", "API key"):
+        assert page.get_by_label(label, exact=True).count() == 1
     assert page.get_by_role("log").count() == 1
+    page.focus("#message")
+    passed = set()
+    for _ in range(16):
+        passed.add(page.evaluate("document.activeElement.id"))
+        page.keyboard.press("Tab")
+    assert passed >= {"message", "send", "new", "system", "temperature", "max-tokens", "key", "log"}

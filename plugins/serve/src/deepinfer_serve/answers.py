@@ -87,8 +87,10 @@ async def send_fault(send: Send, fault: Fault, wire: WireFormat | None = None) -
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     if fault.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if fault.status in (408, 413):
-        headers.append((b"connection", b"close"))  # what is left of the body is not read
+    if fault.status in (408, 413, 503):
+        # What is left of the body is not read; and who is refused by a server that ends should
+        # come back on a connection to another one.
+        headers.append((b"connection", b"close"))
     body = plain_error(fault) if wire is None else wire.error(fault)
     await send_json(send, body, fault.status, headers)
 

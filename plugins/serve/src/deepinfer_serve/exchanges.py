@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -31,6 +31,9 @@ from deepinfer_serve.answers import (
     send_json,
 )
 from deepinfer_serve.site import Site, Visit, new_identity
+
+if TYPE_CHECKING:
+    from deepinfer_core.engine.async_engine import DeltaStream
 
 MAX_SHOWN_FIELDS = 20
 """Ignored fields that the header ``x-deepinfer-ignored`` names."""
@@ -195,13 +198,13 @@ class Run:
     # ------------------------------------------------------------------ the engine's side
 
     @contextlib.asynccontextmanager
-    async def _started(self) -> AsyncIterator[list[Any]]:
+    async def _started(self) -> AsyncIterator[list[DeltaStream]]:
         """Queue every generation; leaving the block ends what still runs.
 
         Raises:
             RequestError: one of them is refused.
         """
-        streams: list[Any] = []
+        streams: list[DeltaStream] = []
         try:
             for generation in self._exchange.generations:
                 await self._site.engine.prepare(generation.params)
@@ -214,7 +217,7 @@ class Run:
             for stream in streams:
                 await stream.aclose()
 
-    def _start(self, place: int, generation: Generation) -> Any:
+    def _start(self, place: int, generation: Generation) -> DeltaStream:
         name = self.reply.identity if place == 0 else f"{self.reply.identity}.{place}"
         get_logger("serve").debug("request.started", trace=self._visit.trace, request_id=name)
         return self._site.engine.generate(
@@ -224,31 +227,33 @@ class Run:
             cache_salt=generation.cache_salt,
         )
 
-    async def _events(self, streams: list[Any]) -> AsyncIterator[Sequence[ServerEvent]]:
-        """Yield what each delta brings, then what comes after the last one."""
+    async def _events(self, streams: list[DeltaStream]) -> AsyncIterator[Sequence[ServerEvent]]:
+        """Yield what each arrival of deltas brings, then what comes after the last one."""
         reply, site = self.reply, self._site
         wanted = [True] * len(streams)
-        seen_s: dict[tuple[int, int], float] = {}
-        async for place, delta in merged(streams):
-            # Neither a delta that is there already nor a write into a buffer waits: without this,
-            # an engine faster than the loop would keep everybody else out of it.
-            await asyncio.sleep(0)
-            if delta.finish_reason is FinishReason.ERROR:
-                raise GenerationFailed(delta.error or "the generation failed")
+        seen_s: dict[int, float] = {}
+        async for place, deltas in merged(streams):
             if not wanted[place]:
                 continue
-            self._check_alive(delta)
             now_s = time.perf_counter()
-            if delta.token_ids:
-                key = place, delta.index
-                if key in seen_s:
-                    site.metrics.gap(now_s - seen_s[key])
-                seen_s[key] = now_s
-            events = reply.push(delta, place)
+            if place in seen_s:
+                site.metrics.gap(now_s - seen_s[place])
+            seen_s[place] = now_s
+            events: list[ServerEvent] = []
+            failure: EngineError | None = None
+            for delta in deltas:
+                failure = _failure(delta)
+                if failure is not None:
+                    break
+                events += reply.push(delta, place)
+                wanted[place] = reply.wants(place)
+                if not wanted[place]:
+                    break
             if events:
                 yield events
-            if not delta.finished and not reply.wants(place):
-                wanted[place] = False
+            if failure is not None:
+                raise failure
+            if not wanted[place] and not delta.finished:
                 await site.engine.abort(streams[place].request_id)
         results: list[RequestOutput | None] = [stream.result for stream in streams]
         for result in results:
@@ -256,9 +261,13 @@ class Run:
                 site.metrics.ended(self._wire.name, result)
         yield reply.finish(results)
 
-    def _check_alive(self, delta: Delta) -> None:
-        if delta.finish_reason is FinishReason.ABORT:
-            raise EngineClosedError("the server is shutting down")
+
+def _failure(delta: Delta) -> EngineError | None:
+    if delta.finish_reason is FinishReason.ERROR:
+        return GenerationFailed(delta.error or "the generation failed")
+    if delta.finish_reason is FinishReason.ABORT:
+        return EngineClosedError("the server is shutting down")
+    return None
 
 
 class GenerationFailed(EngineError):
@@ -281,19 +290,20 @@ def _headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     return [(b"x-deepinfer-ignored", safe[:1000].encode())] if safe else []
 
 
-async def merged(streams: list[Any]) -> AsyncIterator[tuple[int, Delta]]:
-    """Yield the deltas of several streams as they come, each with its stream's place."""
+async def merged(streams: list[DeltaStream]) -> AsyncIterator[tuple[int, list[Delta]]]:
+    """Yield the deltas of several streams as they come, each time with their stream's place."""
     if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
+        while deltas := await streams[0].arrived():
+            yield 0, deltas
         return
-    arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(64)
+    arrived: asyncio.Queue[tuple[int, list[Delta] | BaseException]] = asyncio.Queue(64)
 
-    async def pump(place: int, stream: Any) -> None:
+    async def pump(place: int, stream: DeltaStream) -> None:
+        deltas: list[Delta] | None = None
         try:
-            async for delta in stream:
-                await arrived.put((place, delta))
-            await arrived.put((place, None))
+            while deltas != []:
+                deltas = await stream.arrived()
+                await arrived.put((place, deltas))
         except Exception as error:
             await arrived.put((place, error))
 
@@ -304,10 +314,10 @@ async def merged(streams: list[Any]) -> AsyncIterator[tuple[int, Delta]]:
             place, item = await arrived.get()
             if isinstance(item, BaseException):
                 raise item
-            if item is None:
-                running -= 1
-            else:
+            if item:
                 yield place, item
+            else:
+                running -= 1
     finally:
         for task in pumps:
             task.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Callable, Generator
 from types import FrameType
 
@@ -20,6 +21,9 @@ from deepinfer_serve.site import Site
 
 KEEP_ALIVE_S = 75
 BACKLOG = 1024
+
+LAST_WORDS_S = 1
+"""What answers that outlast draining get before they are cut short, each with an event."""
 
 
 def listen(options: ServeOptions) -> socket.socket:
@@ -53,8 +57,9 @@ def url_of(opened: socket.socket) -> str:
 class GracefulServer(uvicorn.Server):
     """Uvicorn with our way to end.
 
-    The first signal lets running answers finish; a second one cuts them short. The process then
-    ends normally, instead of by the signal.
+    The first signal begins to drain: running answers finish, and who comes meanwhile still finds an
+    open door and is told to try elsewhere. A second signal cuts them short. The process then ends
+    normally, instead of by the signal.
 
     Args:
         config: uvicorn's.
@@ -64,12 +69,20 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, site: Site) -> None:
         super().__init__(config)
         self._site = site
+        self._drained_by_s: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or stop draining."""
-        if self.should_exit:
-            self.force_exit = True
-        self.should_exit = self._site.draining = True
+        if self._drained_by_s is not None:
+            self.should_exit = self.force_exit = True
+        self._drained_by_s = time.monotonic() + self._site.options.drain_timeout_s
+        self._site.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """End once nothing runs any more, or the time is up; asked ten times a second."""
+        if self._drained_by_s is not None:
+            self.should_exit |= not self._site.busy or time.monotonic() >= self._drained_by_s
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -100,7 +113,7 @@ def make_server(site: Site, ready: Callable[[], None] = lambda: None) -> Gracefu
         lifespan="on",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(site.options.drain_timeout_s)),
+        timeout_graceful_shutdown=LAST_WORDS_S,
     )
     return GracefulServer(config, site)
 
@@ -121,10 +134,8 @@ def _with_lifespan(app: ASGIApp, site: Site, ready: Callable[[], None]) -> ASGIA
 
 
 async def shut_down(site: Site) -> None:
-    """Let what is made in the background finish in time, then end it and the engine."""
+    """End what is made in the background, and the engine."""
     site.draining = True
-    if site.tasks:
-        await asyncio.wait(list(site.tasks.values()), timeout=site.options.drain_timeout_s)
     left = list(site.tasks.values())
     for task in left:
         task.cancel()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import (
@@ -10,6 +12,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -37,6 +40,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._model = model
         make: dict[str, Any] = {"registry": self.registry}
         model_of = {"labelnames": ("model",), **make}
@@ -184,7 +188,7 @@ def _engine_families(stats: Any, stored: int, stored_bytes: int) -> list[Any]:
         for field, (name, text) in COUNTERS.items()
         if hasattr(stats, field)
     ]
-    return families + _draft_families(stats)
+    return families + _draft_families(stats) + _thread_families()
 
 
 def _draft_families(stats: Any) -> list[Any]:
@@ -199,3 +203,22 @@ def _draft_families(stats: Any) -> list[Any]:
             counted.add_metric([str(position)], value)
         families.append(counted)
     return families
+
+
+def _thread_families() -> list[Any]:
+    """What each thread of Python costs and waits for; nothing where the system does not count it.
+
+    MainThread runs the event loop. Threads of native kernels are in ``process_cpu_seconds_total``.
+    """
+    ran = CounterMetricFamily("deepinfer_thread_cpu_seconds", "Spent running.", labels=["thread"])
+    queued = CounterMetricFamily(
+        "deepinfer_thread_queued_seconds", "Spent waiting for a core.", labels=["thread"]
+    )
+    for thread in threading.enumerate():
+        try:
+            told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+        except OSError:  # another system, or the thread has just ended
+            continue
+        ran.add_metric([thread.name], int(told[0]) / 1e9)
+        queued.add_metric([thread.name], int(told[1]) / 1e9)
+    return [ran, queued]

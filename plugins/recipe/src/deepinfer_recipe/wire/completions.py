@@ -196,9 +196,11 @@ class CompletionsReply(BaseReply):
 
     def piece_events(self, choice: Choice, section: Section, piece: Piece) -> Sequence[ServerEvent]:
         """Send a piece."""
-        reports = [token for token in piece.tokens if token.logprob is not None]
-        start = len(section.text) - len(piece.event.text) + len(self._echo(choice))
-        logprobs = self._logprobs(reports, start) if self._asked.logprobs is not None else None
+        logprobs = None
+        if self._asked.logprobs is not None:
+            reports = [token for token in piece.tokens if token.logprob is not None]
+            start = section.length - len(piece.event.text) + len(self._echo(choice))
+            logprobs = self._logprobs(reports, start)
         return [self._chunk(choice, piece.event.text, logprobs=logprobs)]
 
     def choice_ended(self, choice: Choice) -> Sequence[ServerEvent]:

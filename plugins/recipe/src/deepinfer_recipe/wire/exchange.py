@@ -45,6 +45,7 @@ class Section:
         texts: pieces of text, or of the call's arguments.
         complete: whether a call was ended by the model.
         tokens: the answer's tokens with reports.
+        length: characters of all texts.
     """
 
     kind: EventKind
@@ -52,6 +53,7 @@ class Section:
     texts: list[str] = field(factory=list)
     complete: bool = True
     tokens: list[Token] = field(factory=list)
+    length: int = 0
 
     @property
     def text(self) -> str:
@@ -86,6 +88,7 @@ class Choice:
         section = self.sections[-1]
         if event.text:
             section.texts.append(event.text)
+            section.length += len(event.text)
         section.tokens += piece.tokens
         return section
 

@@ -95,12 +95,12 @@ def top_logprobs(fields: Fields) -> int | None:
 
 
 def params(**values: Any) -> SamplingParams:
-    """Return checked parameters.
+    """Return checked parameters. A reply makes its text from token ids, so the engine need not.
 
     Raises:
         ProtocolError: a value is out of range.
     """
     try:
-        return SamplingParams(skip_special_tokens=False, **values)
+        return SamplingParams(detokenize=False, **values)
     except RequestError as error:
         raise ProtocolError(str(error), param=str(error).split(maxsplit=1)[0]) from error

@@ -1,52 +1,42 @@
 "use strict";
-// The chat page: one conversation with /v1/chat/completions, streamed. No build step, no library.
+// The chat page: one conversation with v1/chat/completions, streamed. No build step, no library.
 
 const $ = (id) => document.getElementById(id);
-const log = $("log"), message = $("message"), form = $("form");
-let messages = [];       // what was said, without the system message
+const log = $("log"), message = $("message");
+let said = [];           // the conversation, without the system message
 let running = null;      // the AbortController of the answer that is being written
 
-function headers() {
+// ------------------------------------------------------------------------------- the server
+
+class Refusal extends Error {
+  constructor(text, status) {
+    super(text);
+    this.status = status;
+  }
+}
+
+async function ask(path, options = {}) {
   const key = $("key").value.trim();
-  return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  const told = await response.json().catch(() => null);
+  throw new Refusal(told?.error?.message ?? `${response.status} ${response.statusText}`,
+                    response.status);
 }
 
-function add(role, text) {
-  const article = document.createElement("article");
-  article.className = role;
-  const body = document.createElement("div");
-  body.className = "text";
-  body.textContent = text;
-  article.append(body);
-  log.append(article);
-  log.scrollTop = log.scrollHeight;
-  return article;
-}
-
-function thinkingOf(article) {
-  let found = article.querySelector("details");
-  if (!found) {
-    found = document.createElement("details");
-    found.innerHTML = "<summary>Thinking</summary><div></div>";
-    article.prepend(found);
-  }
-  return found.querySelector("div");
-}
-
-function figures(article, usage, firstMs, lastMs) {
-  const parts = [];
-  const tokens = usage.completion_tokens ?? 0;
-  if (tokens > 1 && lastMs > firstMs) {
-    parts.push(`${((tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
-  }
-  parts.push(`${tokens} tokens`);
-  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  parts.push(`${cached} of ${usage.prompt_tokens ?? 0} prompt tokens cached`);
-  const accepted = usage.completion_tokens_details?.accepted_prediction_tokens ?? 0;
-  parts.push(`${accepted} drafts accepted`);
-  const footer = document.createElement("footer");
-  footer.textContent = parts.join(" · ");
-  article.append(footer);
+function question() {
+  const system = $("system").value.trim();
+  const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+  return JSON.stringify({
+    model: $("model").dataset.id ?? "",
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...said],
+    temperature: number("temperature"),
+    max_completion_tokens: number("max-tokens"),
+    stream: true,
+    stream_options: { include_usage: true },
+  });
 }
 
 async function* events(response) {
@@ -64,106 +54,224 @@ async function* events(response) {
   }
 }
 
-async function failure(response) {
+async function showModel() {
+  const shown = $("model");
   try {
-    return (await response.json()).error.message;
-  } catch {
-    return `${response.status} ${response.statusText}`;
+    const found = (await (await ask("v1/models")).json()).data[0];
+    shown.dataset.id = shown.textContent = found.id;
+  } catch (error) {
+    shown.textContent = error.message;
+    if (error.status === 401) askForKey();
   }
 }
 
+function askForKey() {
+  $("settings").open = true;
+  $("key").focus();
+}
+
+// ---------------------------------------------------------------------------------- the log
+
+function element(name, className, text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+function add(role, text) {
+  const article = element("article", role);
+  article.append(element("div", "text", text));
+  log.append(article);
+  log.scrollTop = log.scrollHeight;
+  return article;
+}
+
+function button(text, className, act) {
+  const made = element("button", className, text);
+  made.type = "button";
+  made.addEventListener("click", act);
+  return made;
+}
+
+function withFences(text) {
+  // Parts at odd places stood between two fences, or behind one that is still open.
+  return text.split(/^```.*\n?/m).map((part, place) =>
+    place % 2 ? element("pre", "", part) : document.createTextNode(part));
+}
+
+// One answer on its way into the log; drawn at most once a frame, however fast tokens come.
+class Answer {
+  constructor() {
+    this.article = add("assistant", "");
+    this.article.classList.add("busy");
+    this.text = this.thought = "";
+    this.began = performance.now();
+    this.first = this.usage = null;
+    this.frame = 0;
+  }
+
+  take(event) {
+    if (event.error) throw new Error(event.error.message);
+    this.usage = event.usage ?? this.usage;
+    const delta = event.choices?.[0]?.delta ?? {};
+    const thought = delta.reasoning_content ?? delta.reasoning ?? "";
+    if (!thought && !delta.content) return;
+    this.first ??= performance.now();
+    this.thought += thought;
+    this.text += delta.content ?? "";
+    this.frame ||= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    this.frame = 0;
+    const following = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    if (this.thought) this.drawThought();
+    this.article.querySelector(".text").replaceChildren(...withFences(this.text));
+    if (following) log.scrollTop = log.scrollHeight;
+  }
+
+  drawThought() {
+    let details = this.article.querySelector("details");
+    if (!details) {
+      details = element("details", "");
+      details.append(element("summary", "", "Thinking"), element("div", "thought"));
+      details.open = true;
+      this.article.prepend(details);
+    }
+    details.querySelector(".thought").textContent = this.thought;
+    if (this.text && !this.answering) details.open = false;  // once: readers may open it again
+    this.answering = this.text !== "";
+  }
+
+  figures() {
+    if (!this.usage) return [];
+    const { completion_tokens: tokens = 0, prompt_tokens: prompt = 0 } = this.usage;
+    const seconds = (performance.now() - this.first) / 1000;
+    const cached = this.usage.prompt_tokens_details?.cached_tokens ?? 0;
+    const drafts = this.usage.completion_tokens_details?.accepted_prediction_tokens ?? 0;
+    return [
+      ...(tokens > 1 && this.first ? [`${((tokens - 1) / seconds).toFixed(1)} tokens/s`] : []),
+      `${tokens} tokens`,
+      ...(this.first ? [`first after ${((this.first - this.began) / 1000).toFixed(2)} s`] : []),
+      `${cached} of ${prompt} prompt tokens cached`,
+      `${drafts} drafts accepted`,
+    ];
+  }
+
+  end(remark = "") {
+    cancelAnimationFrame(this.frame);
+    this.draw();
+    this.article.classList.remove("busy");
+    const footer = element("footer", "");
+    const facts = [...(remark ? [remark] : []), ...this.figures()];
+    footer.append(element("span", "figures", facts.join(" · ")));
+    if (this.text && navigator.clipboard) {
+      footer.append(button("Copy", "copy", () => navigator.clipboard.writeText(this.text)));
+    }
+    footer.append(button("Try again", "again", () => again(this.article)));
+    this.article.append(footer);
+    log.scrollTop = log.scrollHeight;
+  }
+
+  fail(error) {
+    this.article.classList.add("error");
+    this.article.append(element("div", "fault", error.message));
+    this.end();
+  }
+}
+
+// ------------------------------------------------------------------------- the conversation
+
 async function answer() {
-  const article = add("assistant", "");
-  const body = article.querySelector(".text");
-  const system = $("system").value.trim();
-  const began = performance.now();
-  let firstMs = 0, usage = null, text = "";
+  const conversation = said;  // a new chat may begin meanwhile
+  const written = new Answer();
   running = new AbortController();
   busy(true);
+  let needsKey = false;
   try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      headers: headers(),
-      signal: running.signal,
-      body: JSON.stringify({
-        model: $("model").dataset.id ?? "",
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-        temperature: Number($("temperature").value),
-        max_completion_tokens: Number($("max-tokens").value),
-        stream: true,
-        stream_options: { include_usage: true },
-      }),
-    });
-    if (!response.ok) throw new Error(await failure(response));
-    for await (const event of events(response)) {
-      if (event.error) throw new Error(event.error.message);
-      if (event.usage) usage = event.usage;
-      const delta = event.choices?.[0]?.delta;
-      if (!delta) continue;
-      const thought = delta.reasoning_content ?? delta.reasoning;
-      if (thought) thinkingOf(article).textContent += thought;
-      if (delta.content) {
-        text += delta.content;
-        body.textContent = text;
-      }
-      if (!firstMs && (delta.content || thought)) firstMs = performance.now() - began;
-      log.scrollTop = log.scrollHeight;
-    }
-    if (usage) figures(article, usage, firstMs, performance.now() - began);
+    const response = await ask("v1/chat/completions",
+                               { method: "POST", body: question(), signal: running.signal });
+    for await (const event of events(response)) written.take(event);
+    written.end();
   } catch (error) {
-    if (error.name !== "AbortError") {
-      article.classList.add("error");
-      body.textContent = `${text}${text ? "\n" : ""}${error.message}`;
-    } else {
-      body.textContent = `${text} (stopped)`;
-    }
+    if (error.name === "AbortError") written.end("stopped");
+    else written.fail(error);
+    needsKey = error.status === 401;
   } finally {
-    messages.push({ role: "assistant", content: text });
     running = null;
     busy(false);
-    log.scrollTop = log.scrollHeight;
-    message.focus();
   }
+  if (written.text) conversation.push({ role: "assistant", content: written.text });
+  if (needsKey) askForKey();
+  else message.focus();
 }
 
 function busy(yes) {
   $("send").hidden = yes;
   $("stop").hidden = !yes;
+  log.setAttribute("aria-busy", yes);
 }
 
 function send() {
   const text = message.value.trim();
   if (!text || running) return;
+  takeBack("user");  // what was never answered is replaced
   message.value = "";
-  messages.push({ role: "user", content: text });
+  said.push({ role: "user", content: text });
   add("user", text);
   answer();
 }
 
+// Remove the last message and what is shown of it and after it, if it is of this role.
+function takeBack(role) {
+  if (said.at(-1)?.role !== role) return null;
+  const shown = [...log.querySelectorAll(`article.${role}`)].at(-1);
+  while (log.lastElementChild !== shown) log.lastElementChild.remove();
+  shown.remove();
+  return said.pop().content;
+}
+
+function again(article) {
+  if (running) return;
+  if (takeBack("assistant") === null) article.remove();
+  answer();
+}
+
+function edit() {
+  takeBack("assistant");
+  message.value = takeBack("user") ?? "";
+}
+
 function restart() {
   running?.abort();
-  messages = [];
+  said = [];
   log.replaceChildren();
   message.focus();
 }
 
-async function showModel() {
+// ---------------------------------------------------------------------------------- controls
+
+function remember(id, kind) {
+  let storage = null;
   try {
-    const response = await fetch("v1/models", { headers: headers() });
-    if (!response.ok) throw new Error(await failure(response));
-    const found = (await response.json()).data[0];
-    $("model").dataset.id = found.id;
-    $("model").textContent = found.id;
-  } catch (error) {
-    $("model").textContent = error.message;
+    storage = window[kind];
+  } catch {
+    return;  // the browser was told to keep nothing
   }
+  const name = `deepinfer.${id}`, field = $(id);
+  field.value = storage.getItem(name) ?? field.value;
+  field.addEventListener("change", () => storage.setItem(name, field.value));
 }
 
-form.addEventListener("submit", (event) => { event.preventDefault(); send(); });
 message.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.isComposing) return;
+  if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
     send();
+  } else if (event.key === "ArrowUp" && !message.value && !running) {
+    event.preventDefault();
+    edit();
   }
 });
 document.addEventListener("keydown", (event) => {
@@ -173,7 +281,10 @@ document.addEventListener("keydown", (event) => {
     restart();
   }
 });
+$("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("stop").addEventListener("click", () => running?.abort());
 $("new").addEventListener("click", restart);
+for (const id of ["system", "temperature", "max-tokens"]) remember(id, "localStorage");
+remember("key", "sessionStorage");
 $("key").addEventListener("change", showModel);
 showModel();

@@ -39,7 +39,14 @@ class FixedBudget:
                     left -= 1
         return shares
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         """Take no note."""
 
     def _wanted(self, requests: Sequence[BudgetRequest]) -> list[int]:

@@ -55,6 +55,13 @@ def read_policy(text: str) -> Policy:
     "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of all."
 )
 @click.option(
+    "--baseline",
+    metavar="DRAFTER[:BUDGET]",
+    default="mtp1:fixed",
+    show_default=True,
+    help="The policy, if measured, that the others are to beat.",
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the report and two pictures.",
@@ -69,6 +76,7 @@ def spec(
     concurrency: str,
     max_tokens: int,
     temperature: float,
+    baseline: str,
     output: Path | None,
     as_json: bool,
     engine_args: EngineArgs,
@@ -76,10 +84,12 @@ def spec(
     """Compare drafters and budgets: tokens a round, tokens/s for one user and for all.
 
     Use prompts that no draft model was trained on. Domains are measured one by one for a single
-    user, and together under higher loads.
+    user, and together under higher loads. "accounted" compares tokens per second of steps and
+    drafting with the first policy's, "draft" is the time for drafting as a share of that policy's
+    step, "confidence off" the distance of expected and accepted drafts. Verdicts follow.
     """
     from deepinfer_core.bench.series import svg
-    from deepinfer_core.bench.speculation import compare, pictures, read_tasks, text
+    from deepinfer_core.bench.speculation import compare, judge, pictures, read_tasks, text
     from deepinfer_core.cli.bench import environment
     from deepinfer_core.requests import SamplingParams
 
@@ -97,6 +107,7 @@ def spec(
         build=lambda policy: _engine(engine_args, policy),
         notice=lambda message: click.echo(message, err=True),
     )
+    report["verdicts"] = judge(report, read_policy(baseline).label)
     report["environment"] = environment()
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

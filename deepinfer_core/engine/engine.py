@@ -27,6 +27,7 @@ from deepinfer_core.engine.request_state import Member, RequestState
 from deepinfer_core.engine.round import EngineRound, undo_grant
 from deepinfer_core.engine.speculation import speculator
 from deepinfer_core.engine.stats import Counters, EngineStats
+from deepinfer_core.engine.step_times import StepTimes
 from deepinfer_core.engine.stepper import Drawn, Flight, Stepper
 from deepinfer_core.engine.thought import Thought
 from deepinfer_core.engine.watch import Watch
@@ -218,6 +219,11 @@ class Engine:
         """Whether ``step`` has anything to do."""
         return bool(self._requests or self._outbox or self._flight)
 
+    def step_times(self) -> StepTimes:
+        """What steps cost here by their number of token rows, measured when asked."""
+        parts = self._parts
+        return StepTimes(parts.accelerator, parts.executor, parts.spec, time.perf_counter)
+
     def stats(self) -> EngineStats:
         """What the engine is doing."""
         return EngineStats(
@@ -399,8 +405,7 @@ class Engine:
             self._wait_for_grammars()
             return
         self._stepper.complete(flight)
-        if self._speculator is not None and not flight.repeated:
-            self._speculator.timed(flight.num_rows, self._clock() - self._launched_s)
+        self._count_time(flight)
         self._settle(flight)
         if self._overlap:
             self._flight = flight
@@ -457,6 +462,17 @@ class Engine:
             self._speculator.add_drafts(round_)
         self._launched_s = self._clock()
         return self._stepper.launch(self._counters.num_steps, list(round_.grants.values()))
+
+    def _count_time(self, flight: Flight) -> None:
+        """Book how long a step took, and tell whoever plans with it."""
+        step_s = self._clock() - self._launched_s
+        if self._speculator is not None:
+            step_s -= self._speculator.learn_s
+            if not flight.repeated:
+                accepted = sum(drawn.num_accepted for drawn in flight.drawn)
+                self._speculator.timed(flight.num_rows, step_s, accepted)
+            self._counters.draft_s = self._speculator.spent_s
+        self._counters.step_s += step_s
 
     def _wait_for_grammars(self) -> None:
         """Nothing runs: rest until a grammar is there, or for a moment."""
@@ -541,7 +557,7 @@ class Engine:
                 member.history.append(drawn.token_ids)
             state.num_drafted += drawn.num_drafts
             state.num_accepted += drawn.num_accepted
-            self._counters.count_drafts(drawn.num_drafts, drawn.num_accepted)
+            self._counters.count_drafts(drawn.num_drafts, drawn.num_accepted, drawn.confidences)
 
     def _look_at(self, flight: Flight) -> None:
         """The host's half of a step: tokens become known, outputs grow and end."""
@@ -747,6 +763,8 @@ class Engine:
             for member in state.alive:
                 self._finish(member.sequence, FinishReason.ABORT)
         self._closed = True
+        if self._speculator is not None:
+            self._speculator.settle()
         self._parts.executor.close()
         self._watch.close()
         self._parts.close()

@@ -10,6 +10,7 @@ times in a row is dropped for the rest of the engine's life.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +49,12 @@ SUSPEND_ROUNDS = 4
 PROBE_ROUNDS = 32
 """Rounds of a suspension after which one draft pass is made to see whether it would pay."""
 
+PROBE_SEQUENCES = 8
+"""Sequences that such a probe drafts for: those whose confidences are oldest."""
+
+WAKE_ROUNDS = 4
+"""Rounds of a suspension after which the budget is asked about confidences that are known."""
+
 MOST_FAILURES = 3
 """Failures of one kind in a row after which the drafter is dropped."""
 
@@ -74,6 +81,10 @@ class Speculator:
         vocab_size: token ids are below it.
         clock: seconds.
         report: takes events.
+
+    Attributes:
+        spent_s: seconds that drafts have cost so far, their rows in steps left out.
+        learn_s: the part of it that fell within the last step.
     """
 
     def __init__(
@@ -92,11 +103,12 @@ class Speculator:
         self._clock, self._report = clock, report
         self._round = 0
         self._idle_rounds = 0
-        self._draft_ms = 0.0
+        self._draft_ms, self._num_drafting = 0.0, 0
         self._seen: dict[int, list[Seen]] = {}
         self._due: list[Callable[[], None]] = []
         self._failures: dict[str, int] = {}
         self._dropped = False
+        self.spent_s = self.learn_s = 0.0
 
     @property
     def taps(self) -> tuple[str, ...]:
@@ -112,17 +124,26 @@ class Speculator:
 
     def add_drafts(self, round_: EngineRound) -> None:
         """Give drafts to the sequences of a round that decode."""
+        started_s = self._clock()
+        self._add_drafts(round_)
+        self.spent_s += self._clock() - started_s
+
+    def _add_drafts(self, round_: EngineRound) -> None:
         self._round += 1
-        self._draft_ms = 0.0
+        self.learn_s = 0.0
+        self._draft_ms, self._num_drafting = 0.0, 0
         if self._dropped or not round_.tokens_left:
             return
         grants = [grant for grant in round_.grants.values() if self._limit(grant) > 0]
         if not grants:
             return
-        others = sum(grant.count for grant in round_.grants.values())
+        others = sum(grant.count for grant in round_.grants.values()) - len(grants)
         asleep = self.suspended
-        if asleep and not self._worth_waking(grants, others, round_.tokens_left):
-            return
+        if asleep:
+            self._idle_rounds += 1
+            if not self._worth_waking(grants, others, round_.tokens_left):
+                self._probe(grants)
+                return
         drafts = self._propose(grants)
         if drafts is None:
             return
@@ -149,6 +170,7 @@ class Speculator:
         started_s = self._clock()
         proposed = self._on_device("propose", lambda: self._drafter.propose(requests))
         self._draft_ms = 1000.0 * (self._clock() - started_s)
+        self._num_drafting = len(grants)
         if proposed is None:
             return None
         drafts = self._guard("propose", lambda: self._checked(requests, proposed))
@@ -209,19 +231,35 @@ class Speculator:
             raise ExecutionError(f"the budget split {total} drafts into {shares}")
         return [min(s, len(draft.token_ids)) for s, draft in zip(shares, drafts, strict=True)]
 
-    def _worth_waking(self, grants: Items[Grant], others: int, limit: int) -> bool:
-        """Whether a suspension ends: for a probe, or since the budget would spend rows again."""
-        self._idle_rounds += 1
+    def _probe(self, grants: Items[Grant]) -> None:
+        """Now and then learn the confidences of a few sequences, for `_worth_waking`."""
         if (self._idle_rounds - SUSPEND_ROUNDS) % PROBE_ROUNDS == 0:
-            return True
+            self._propose(sorted(grants, key=self._last_seen)[:PROBE_SEQUENCES])
+
+    def _last_seen(self, grant: Grant) -> int:
+        """The round of a sequence's newest confidences; 0 if it has none."""
+        seen = self._seen.get(grant.sequence.sequence_id)
+        return seen[-1].round if seen else 0
+
+    def _worth_waking(self, grants: Items[Grant], others: int, limit: int) -> bool:
+        """Whether a suspension ends, since the budget would spend rows again.
+
+        Sequences of which nothing is known are taken to be like those of which something is.
+        """
+        if (self._idle_rounds - SUSPEND_ROUNDS) % WAKE_ROUNDS:
+            return False
+        known = [self._lagged(grant.sequence) for grant in grants]
+        usual = [lagged for lagged in known if lagged]
+        if not usual:
+            return False
         requests = [
             BudgetRequest(
                 sequence_id=grant.sequence.sequence_id,
                 num_drafts=min(len(lagged), self._limit(grant)),
                 lagged=lagged,
             )
-            for grant in grants
-            for lagged in [self._lagged(grant.sequence)]
+            for at, grant in enumerate(grants)
+            for lagged in [known[at] or usual[at % len(usual)]]
         ]
         total = self._guard("budget", lambda: self._budget.total(requests, others, limit))
         return bool(total)
@@ -243,6 +281,7 @@ class Speculator:
         """Tell the drafter what became of a step: drafts, rows, lengths."""
         if self._dropped:
             return
+        started_s = self._clock()
         alive = [grant for grant in grants if grant.sequence.phase is not Phase.FINISHED]
         lengths = {grant.sequence.sequence_id: grant.sequence.num_committed for grant in alive}
         outcomes = [
@@ -269,6 +308,9 @@ class Speculator:
         if self._failures.get("learn", 0) > started:
             for sequence_id in lengths:  # what it knows of them may be wrong
                 self.release(sequence_id)
+        spent_s = self._clock() - started_s
+        self.learn_s += spent_s
+        self.spent_s += spent_s
 
     def _observe(
         self, batch: Batch, lengths: Mapping[int, int], taps: Mapping[str, torch.Tensor]
@@ -282,12 +324,14 @@ class Speculator:
         at = torch.from_numpy(index).to(next(iter(taps.values())).device)
         self._drafter.observe(rows, {name: taps[name][at] for name in self._drafter.taps})
 
-    def timed(self, num_rows: int, step_s: float) -> None:
+    def timed(self, num_rows: int, step_s: float, num_accepted: int) -> None:
         """A step of so many token rows took so long, without its draft pass."""
         if not self._dropped:
             self._guard(
                 "budget",
-                lambda: self._budget.observe(num_rows, 1000.0 * step_s, self._draft_ms),
+                lambda: self._budget.observe(
+                    num_rows, 1000.0 * step_s, self._draft_ms, self._num_drafting, num_accepted
+                ),
             )
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
@@ -303,6 +347,12 @@ class Speculator:
         """A sequence ended, or lost its state."""
         self._seen.pop(sequence_id, None)
         self._due.append(lambda: self._drafter.release(sequence_id))
+
+    def settle(self) -> None:
+        """Tell the drafter at the end of what it has not been told yet, if it still can hear."""
+        if self._due:
+            with contextlib.suppress(DeviceLostError):
+                self._on_device("release", lambda: None)
 
     # -------------------------------------------------------------------------------- faults
 

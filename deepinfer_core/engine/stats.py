@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import define, field, frozen
 
@@ -27,19 +27,33 @@ class Counters:
     num_accepted: int = 0
     drafted_by_position: list[int] = field(factory=list)
     accepted_by_position: list[int] = field(factory=list)
+    expected_by_position: list[float] = field(factory=list)
+    step_s: float = 0.0
+    draft_s: float = 0.0
 
-    def count_drafts(self, verified: int, accepted: int) -> None:
-        """Add one sequence's part in a step."""
+    def count_drafts(self, verified: int, accepted: int, confidences: Sequence[float] = ()) -> None:
+        """Add one sequence's part in a step.
+
+        Args:
+            verified: leading drafts that were judged.
+            accepted: leading drafts that were accepted.
+            confidences: the drafter's, of each of its drafts given those before it.
+        """
         self.num_draws += 1
         self.num_drafted += verified
         self.num_accepted += accepted
-        for totals, count in (
-            (self.drafted_by_position, verified),
-            (self.accepted_by_position, accepted),
+        for totals in (
+            self.drafted_by_position,
+            self.accepted_by_position,
+            self.expected_by_position,
         ):
-            totals += [0] * (max(verified, accepted) - len(totals))
-            for position in range(count):
-                totals[position] += 1
+            totals += [0] * (verified - len(totals))
+        survival = 1.0
+        for position in range(verified):
+            survival *= confidences[position] if position < len(confidences) else 0.0
+            self.drafted_by_position[position] += 1
+            self.accepted_by_position[position] += position < accepted
+            self.expected_by_position[position] += survival
 
 
 @frozen(kw_only=True)
@@ -56,6 +70,9 @@ class EngineStats:
         num_accepted: drafts accepted.
         drafted_by_position: how many of them stood at each place of a draft, first place first.
         accepted_by_position: the same of those accepted.
+        expected_by_position: how many of them the drafter's confidences had promised.
+        step_s: seconds from the launch of steps to their end, what a drafter does left out.
+        draft_s: seconds of draft passes, and of what drafter and budget do after steps.
         (others: totals since the engine was made, see ``Counters``)
     """
 
@@ -77,6 +94,19 @@ class EngineStats:
     num_accepted: int = 0
     drafted_by_position: tuple[int, ...] = field(default=(), converter=tuple)
     accepted_by_position: tuple[int, ...] = field(default=(), converter=tuple)
+    expected_by_position: tuple[float, ...] = field(default=(), converter=tuple)
+    step_s: float = 0.0
+    draft_s: float = 0.0
+
+    @property
+    def confidence_error(self) -> float:
+        """How far the drafter's confidences are off: expected minus accepted, by place.
+
+        The mean of the distances, weighed by the drafts at each place; 0 without drafts.
+        """
+        places = zip(self.expected_by_position, self.accepted_by_position, strict=True)
+        off = sum(abs(expected - accepted) for expected, accepted in places)
+        return off / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def tau(self) -> float:

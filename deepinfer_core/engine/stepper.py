@@ -53,6 +53,7 @@ class Drawn:
         token_ids: accepted drafts, then the token after them; without it if that one failed.
         logprobs: a report for each token, None where not asked for.
         num_drafts: drafts that were verified.
+        confidences: the drafter's in them.
         acceptance: see ``Verdict``.
         failure: why the next token is missing.
     """
@@ -62,6 +63,7 @@ class Drawn:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
     num_drafts: int = 0
+    confidences: tuple[float, ...] = ()
     acceptance: tuple[float, ...] = ()
     failure: str | None = None
 
@@ -345,6 +347,7 @@ def _drawn(grant: Grant, verdict: Verdict) -> Drawn:
         token_ids=tuple(verdict.token_ids),
         logprobs=tuple(verdict.logprobs),
         num_drafts=grant.num_drafts,
+        confidences=grant.draft.confidences,
         acceptance=tuple(verdict.acceptance),
         failure=(
             None

@@ -65,6 +65,11 @@ class Budget(Protocol):
 
         Must not depend on the newest confidences (they would leak a draft's own token into the
         decision about it), only on ``lagged`` and on counts.
+
+        Args:
+            requests: sequences with drafts; each has one row of its own besides them.
+            num_other_tokens: further rows of the step, of sequences without drafts.
+            limit: rows that the step has left.
         """
         ...
 
@@ -72,9 +77,17 @@ class Budget(Protocol):
         """How many of its leading drafts each request verifies; sums to at most ``total``."""
         ...
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         """A step of ``num_tokens`` rows took this long, the draft pass before it ``draft_ms``.
 
-        Without a draft pass ``draft_ms`` is 0; it is never part of ``step_ms``.
+        Without a draft pass ``draft_ms`` is 0; it is never part of ``step_ms``. ``num_drafting``
+        sequences took part in the pass, and ``num_accepted`` drafts were accepted in the step.
         """
         ...

@@ -35,7 +35,14 @@ class RandomBudget:
             total -= shares[-1]
         return shares
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         pass
 
 

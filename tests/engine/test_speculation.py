@@ -12,7 +12,13 @@ import torch
 from deepinfer_core.components import Slot
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
-from deepinfer_core.engine.speculation import MOST_FAILURES, PROBE_ROUNDS, SUSPEND_ROUNDS
+from deepinfer_core.engine.speculation import (
+    MOST_FAILURES,
+    PROBE_ROUNDS,
+    PROBE_SEQUENCES,
+    SUSPEND_ROUNDS,
+    WAKE_ROUNDS,
+)
 from deepinfer_core.interfaces.budget import BudgetRequest
 from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
 from deepinfer_core.requests import FinishReason, Request, SamplingParams
@@ -85,7 +91,14 @@ class RandomBudget:
             total -= shares[-1]
         return shares
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         self.times.append((num_tokens, step_ms, draft_ms))
 
 
@@ -373,7 +386,14 @@ def test_a_budget_that_raises_or_overspends_costs_nothing(
             return [total + 1 for _ in requests]
 
     class Raising(RandomBudget):
-        def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+        def observe(
+            self,
+            num_tokens: int,
+            step_ms: float,
+            draft_ms: float = 0.0,
+            num_drafting: int = 0,
+            num_accepted: int = 0,
+        ) -> None:
             raise ZeroDivisionError
 
     for budget in (Wild(), Raising()):
@@ -395,9 +415,42 @@ def test_drafting_is_suspended_and_resumed(make_engine: Any, drive: Any) -> None
     assert driver.engine.stats().num_drafted == 0
     assert sum(draft_ms > 0 for _, _, draft_ms in budget.times) == SUSPEND_ROUNDS + 2
     budget.rows = 2
-    driver.step()
+    for _ in range(WAKE_ROUNDS):
+        driver.step()
+        if driver.engine.stats().num_drafted:
+            break
     assert len(drafter.requests) == SUSPEND_ROUNDS + 3
     assert driver.engine.stats().num_drafted == 2
+
+
+def test_a_drafter_hears_of_every_end(make_engine: Any, drive: Any) -> None:
+    """Also of those of the last step, when the engine is closed."""
+    drafter = ScriptedDrafter(lambda request: [1])
+    engine = make_engine(**drafting(drafter))
+    driver = drive(engine)
+    for name in ("a", "b"):
+        driver.submit(name, [1, 2, 3], max_tokens=4)
+    driver.run()
+    engine.close()
+    assert sorted(drafter.released) == [0, 1]
+
+
+def test_a_probe_drafts_for_a_few_and_verifies_nothing(make_engine: Any, drive: Any) -> None:
+    """Under load a probe must not cost what it is to find out."""
+    drafter, budget = ScriptedDrafter(lambda request: [1, 2, 3]), ConstantBudget()
+    users = 3 * PROBE_SEQUENCES
+    driver = drive(make_engine(**drafting(drafter, budget)))
+    for at in range(users):
+        driver.submit(f"r{at}", [1 + at, 2, 3], max_tokens=120)
+    while len(drafter.requests) < users * SUSPEND_ROUNDS:
+        driver.step()
+    del drafter.requests[:]
+    for _ in range(3 * PROBE_ROUNDS + 1):
+        driver.step()
+    probed = [request.sequence_id for request in drafter.requests]
+    assert sorted(probed) == sorted(set(probed)), "somebody was probed twice before others"
+    assert len(probed) == users
+    assert driver.engine.stats().num_drafted == 0
 
 
 def test_confidences_reach_the_budget_two_rounds_late(make_engine: Any, drive: Any) -> None:

@@ -107,7 +107,14 @@ class _SortsTheRequests(_Fixed):
 class _DividesByTime(_Fixed):
     """Divides by the time of a step."""
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         self.rate = num_tokens / step_ms
 
 

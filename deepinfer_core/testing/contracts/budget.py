@@ -166,6 +166,7 @@ class BudgetContract(Contract):
                 for tokens, milliseconds in ((0, 0.0), (1, 1e-9), (8192, 1e9), (3, 12.5)):
                     budget.observe(tokens, milliseconds)
                     budget.observe(tokens, 5.0, milliseconds)
+                    budget.observe(tokens, 5.0, milliseconds, num_drafting=tokens, num_accepted=1)
                 total = budget.total(requests, others, limit)
                 assert 0 <= total <= limit
                 assert sum(budget.split(requests, total)) <= total

@@ -17,7 +17,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def test_policies_are_compared_on_the_same_prompts(model: Path, tmp_path: Path) -> None:
+def test_policies_are_compared_on_the_same_prompts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # measured step costs are kept there
     prompts = tmp_path / "prompts.jsonl"
     records = [{"domain": d, "turns": [f"{d} {i}"]} for i in range(3) for d in ("math", "chat")]
     prompts.write_text("\n".join(json.dumps(record) for record in records))
@@ -26,7 +29,8 @@ def test_policies_are_compared_on_the_same_prompts(model: Path, tmp_path: Path) 
         [
             *("spec", "--model", str(model), "--accelerator", "cpu", "--json"),
             *("--set", "engine.kv_pages=64", "--prompts", str(prompts), "--per-domain", "2"),
-            *("--policy", "none", "--policy", "ngram:fixed", "--concurrency", "1,2"),
+            *("--policy", "none", "--policy", "ngram:fixed", "--policy", "ngram:lagged"),
+            *("--concurrency", "1,2", "--baseline", "ngram:fixed"),
             *("--max-tokens", "24", "--output", str(tmp_path / "out")),
         ],
     )
@@ -35,7 +39,7 @@ def test_policies_are_compared_on_the_same_prompts(model: Path, tmp_path: Path) 
     rows = {(r["policy"], r["domain"], r["concurrency"]): r for r in report["rows"]}
     assert set(rows) == {
         (policy, domain, load)
-        for policy in ("none", "ngram fixed")
+        for policy in ("none", "ngram fixed", "ngram lagged")
         for domain, load in (("math", 1), ("chat", 1), ("all", 1), ("all", 2))
     }
     assert report["prompts"] == 4
@@ -43,8 +47,17 @@ def test_policies_are_compared_on_the_same_prompts(model: Path, tmp_path: Path) 
         if key[0] == "none":
             assert row["tau"] == 1.0
             assert row["verified_per_round"] == 0.0
-            assert row["user_tokens_per_s_ratio"] == 1.0
+            assert row["user_tokens_per_s_ratio"] == row["accounted_ratio"] == 1.0
+            assert row["draft_ms"] == row["confidence_error"] == 0.0
+        else:
+            assert row["draft_ms"] > 0
+            assert sum(row["accepted"]) <= sum(row["verified"])
+            assert len(row["expected"]) == len(row["accepted"]) == len(row["verified"])
         assert row["output_tokens"] == rows[("none", *key[1:])]["output_tokens"]
+    asked = [(each["policy"], each["question"]) for each in report["verdicts"]]
+    assert len(asked) == len(set(asked))
+    assert {policy for policy, _ in asked} == {"ngram fixed", "ngram lagged"}
+    assert [q for p, q in asked if p == "ngram lagged" and "one user" in q]
     for name in ("throughput-speed", "verified-concurrency"):
         picture = (tmp_path / "out" / f"{name}.svg").read_text()
         assert "ngram fixed" in picture

@@ -184,7 +184,7 @@ def test_no_drafts_save_the_draft_pass() -> None:
     budget = Lagged(LaggedConfig(), context(cost))
     assert budget.total(requests, 0, 10) == 1
     for _ in range(9):
-        budget.observe(2, 12.0, draft_ms=20.0)
+        budget.observe(2, 12.0, draft_ms=20.0, num_drafting=1)
     assert budget.total(requests, 0, 10) == 0
 
 

@@ -27,6 +27,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "num_failed_steps": ("deepinfer_engine_failed_steps", "Rounds that failed for a request."),
     "num_preemptions": ("deepinfer_preemptions", "Sequences that gave their pages up."),
     "num_computed_tokens": ("deepinfer_computed_tokens", "Tokens that went through the model."),
+    "step_s": ("deepinfer_step_seconds", "Seconds in steps, drafting left out."),
+    "draft_s": ("deepinfer_draft_seconds", "Seconds in drafting, rows in steps left out."),
 }
 """Field of the engine's counters -> (metric, help)."""
 
@@ -197,6 +199,11 @@ def _draft_families(stats: Any) -> list[Any]:
     for field, name, text in (
         ("drafted_by_position", "deepinfer_draft_tokens", "Drafts verified, by place."),
         ("accepted_by_position", "deepinfer_accepted_draft_tokens", "Drafts accepted, by place."),
+        (
+            "expected_by_position",
+            "deepinfer_expected_draft_tokens",
+            "Drafts that the drafter expected to be accepted, by place.",
+        ),
     ):
         counted = CounterMetricFamily(name, text, labels=["position"])
         for position, value in enumerate(getattr(stats, field, ())):

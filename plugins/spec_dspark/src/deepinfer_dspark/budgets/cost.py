@@ -18,7 +18,7 @@ KEPT = 64
 SIZES_LEAST = 3
 """Measurements of a size before it counts."""
 RECENT = 9
-"""Residuals of which the middle one is the constant part, and draft passes likewise."""
+"""Residuals of which the middle one is the constant part."""
 MOST_MS = 1e7
 """Longer steps are no measurements."""
 EVERY = 16
@@ -42,8 +42,8 @@ class CostTable:
 
     ``ms(n) = base(n) + slope * n + constant``: the base was profiled; ``slope`` grows with context
     lengths and is the median over sizes of the median excess per row; ``constant`` is the median
-    of what is left in the last steps. Without a base it is built from measurements alone. The draft
-    pass before a step is kept apart.
+    of what is left in the last steps. Without a base it is built from measurements alone. Draft
+    passes are kept apart, by the number of sequences that take part.
 
     Args:
         base: profiles ``rows -> ms``, asked once for each size of the ladder; None if unknown.
@@ -54,15 +54,15 @@ class CostTable:
         self._bases: Float64 = np.full(64, np.nan)
         self._measured: dict[int, deque[float]] = {}
         self._residuals: deque[float] = deque(maxlen=RECENT)
-        self._drafting: deque[float] = deque(maxlen=RECENT)
+        self._drafting: CostTable | None = None
         self._slope = self._constant = 0.0
         self._sizes: list[int] = []
         self._costs: list[float] = []
 
-    @property
-    def draft_ms(self) -> float:
-        """Cost of a draft pass: the median of the last ones, 0 before the first."""
-        return median(self._drafting) if self._drafting else 0.0
+    def draft_ms(self, num_sequences: int) -> float:
+        """Cost of a draft pass for so many sequences, 0 before the first ones."""
+        passes = self._drafting
+        return passes.ms(num_sequences) if passes is not None and passes._sizes else 0.0
 
     def ms(self, num_rows: int) -> float:
         """Cost of a step."""
@@ -75,16 +75,20 @@ class CostTable:
         # A step never costs nothing, however fast the last ones were.
         return np.maximum(np.maximum(corrected, 0.05 * base), 1e-6)
 
-    def observe(self, num_rows: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self, num_rows: int, step_ms: float, draft_ms: float = 0.0, num_drafting: int = 0
+    ) -> None:
         """Take a measurement into account; sizes below 1 and times that are no times are ignored.
 
         Args:
             num_rows: of the step.
             step_ms: of the step.
             draft_ms: of the draft pass before it, 0 without one.
+            num_drafting: sequences of the draft pass.
         """
         if 0.0 < draft_ms < MOST_MS:
-            self._drafting.append(draft_ms)
+            self._drafting = self._drafting or CostTable()
+            self._drafting.observe(max(1, num_drafting), draft_ms)
         if num_rows < 1 or not 0.0 < step_ms < MOST_MS:
             return
         kept = self._measured.setdefault(ladder(num_rows), deque(maxlen=KEPT))

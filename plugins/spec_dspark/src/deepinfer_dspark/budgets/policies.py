@@ -18,10 +18,14 @@ import numpy.typing as npt
 
 from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
 from deepinfer_dspark.budgets.cost import CostTable
+from deepinfer_dspark.budgets.ledger import Ledger
 from deepinfer_dspark.budgets.stored import StoredProfile
 from deepinfer_dspark.config import LaggedConfig, StepwiseConfig, ThresholdConfig
 
 Float64 = npt.NDArray[np.float64]
+
+USUAL_SHARE = 0.2
+"""Weight of a round in how sure drafts usually are."""
 
 
 def survivals(confidences: Sequence[float], num_drafts: int, missing: float) -> list[float]:
@@ -95,7 +99,14 @@ class Threshold:
             values.append(survivals(request.confidences, sure, 1.0))
         return shares(ranked(values)[: max(0, total)], len(requests))
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         """Take no note."""
 
 
@@ -113,9 +124,16 @@ class _Priced:
         self.cost = CostTable(profile)
         self._others = 0
 
-    def observe(self, num_tokens: int, step_ms: float, draft_ms: float = 0.0) -> None:
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
         """Correct the cost table."""
-        self.cost.observe(num_tokens, step_ms, draft_ms)
+        self.cost.observe(num_tokens, step_ms, draft_ms, num_drafting)
 
 
 class Stepwise(_Priced):
@@ -147,18 +165,30 @@ class Lagged(_Priced):
 
     The total cannot know a draft's token, and neither can the order, so that the true optimum may
     be searched for, beyond dips of throughput. No drafts at all saves the draft pass too, and is
-    chosen where that is worth more: after some such rounds the engine stops drafting.
+    chosen where that is worth more: after some such rounds the engine stops drafting. So it is
+    where the `Ledger` says that drafting has lost.
     """
 
     def __init__(self, config: LaggedConfig, context: BudgetContext) -> None:
         super().__init__(config.cost_folder, context)
         self._margin = config.margin
+        self._ledger = Ledger()
+        self._usual: list[float] = []
+        self._users, self._verified = 0, 0
+        self._newest: tuple[tuple[float, ...], ...] = ()
 
     def total(self, requests: Sequence[BudgetRequest], num_other_tokens: int, limit: int) -> int:
-        """Return the number of drafts with the highest throughput; the least among equals."""
+        """Return the number of drafts with the highest throughput; the least among equals.
+
+        A sequence without history counts like the others lately; as sure if nothing is known.
+        """
+        self._users = len(requests)
+        if self._ledger.resting(len(requests)):
+            return 0
         available = _available(requests, limit)
-        values = [survivals(r.lagged, r.num_drafts, 1.0) for r in requests]
-        gains = throughput(values, num_other_tokens, self.cost, self.cost.draft_ms)
+        values = [survivals(r.lagged or self._usual, r.num_drafts, 1.0) for r in requests]
+        drafting_ms = self.cost.draft_ms(len(requests))
+        gains = throughput(values, num_other_tokens, self.cost, drafting_ms)
         gains = gains[: available + 1]
         best = int(np.argmax(gains))
         return best if gains[best] >= gains[0] * (1 + self._margin) else 0
@@ -166,7 +196,42 @@ class Lagged(_Priced):
     def split(self, requests: Sequence[BudgetRequest], total: int) -> Sequence[int]:
         """Give the total to the likeliest drafts; see ``Budget.split``."""
         values = [survivals(r.confidences, r.num_drafts, 1.0) for r in requests]
-        return shares(ranked(values)[: max(0, total)], len(requests))
+        found = shares(ranked(values)[: max(0, total)], len(requests))
+        self._verified, self._newest = sum(found), tuple(r.confidences for r in requests)
+        return found
+
+    def observe(
+        self,
+        num_tokens: int,
+        step_ms: float,
+        draft_ms: float = 0.0,
+        num_drafting: int = 0,
+        num_accepted: int = 0,
+    ) -> None:
+        """Correct the cost table, and book what the drafts of the step brought."""
+        super().observe(num_tokens, step_ms, draft_ms, num_drafting, num_accepted)
+        self._remember(self._newest)
+        verified, self._verified, self._newest = self._verified, 0, ()
+        if not num_drafting or not self._users or num_tokens <= verified:
+            self._ledger.pass_round()
+            return
+        base_ms = self.cost.ms(num_tokens - verified)
+        self._ledger.book(
+            base_ms=base_ms,
+            extra_ms=self.cost.ms(num_tokens) - base_ms + draft_ms,
+            users=self._users,
+            accepted=num_accepted,
+        )
+
+    def _remember(self, confidences: Sequence[tuple[float, ...]]) -> None:
+        """Note how sure drafts usually are, by place."""
+        for place in range(max(map(len, confidences), default=0)):
+            here = [row[place] for row in confidences if place < len(row)]
+            mean = sum(here) / len(here)
+            if place < len(self._usual):
+                self._usual[place] += USUAL_SHARE * (mean - self._usual[place])
+            else:
+                self._usual.append(mean)
 
 
 def threshold(config: ThresholdConfig, context: BudgetContext) -> Threshold:

@@ -15,12 +15,13 @@ from click.testing import CliRunner
 
 from deepinfer_core import LLM, EngineConfig, EngineOptions, SamplingParams
 from deepinfer_core.config import Choice
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import CompositionError, ConfigError
 from deepinfer_core.testing.tiny import write_tiny_model
 from deepinfer_dspark.checkpoint import load
 from deepinfer_dspark.commands import dspark
+from deepinfer_dspark.config import RecorderConfig
 from deepinfer_dspark.training.answers import AnswerOptions, answer_prompts, questions
-from deepinfer_dspark.training.data import read_answers
+from deepinfer_dspark.training.data import UNKNOWN, FeatureFolder, Features, read_answers
 from deepinfer_dspark.training.target import Target, open_target
 from deepinfer_dspark.training.trainer import Trainer, TrainOptions
 
@@ -103,10 +104,78 @@ def test_features_are_those_of_the_engine(target: Target) -> None:
     torch.testing.assert_close(partial[1], taps[1][:20], atol=1e-4, rtol=1e-4)
 
 
-def run(target: Target, answers: Path, folder: Path, **changes: Any) -> list[Mapping[str, Any]]:
+def test_features_come_from_the_engine_as_it_answers(
+    model: Path, target: Target, answers: Path, tmp_path: Path
+) -> None:
+    """They are those of the trainer's own pass, for all but the last tokens of a text."""
+    out, folder = tmp_path / "answers.jsonl", tmp_path / "features"
+    options = AnswerOptions(rounds=1, max_tokens=40, max_sequences=8)
+    answer_prompts(
+        model,
+        [answers.parent / "prompts.jsonl"],
+        out,
+        options,
+        lambda figures: None,
+        RecorderConfig(folder=str(folder), layers=(0, 1)),
+    )
+    assert sorted(out.read_text().splitlines()) == sorted(answers.read_text().splitlines())
+    recorded = FeatureFolder(folder, ("layer.0", "layer.1"))
+    for answer in read_answers(out):
+        found = recorded.read(answer.token_ids)
+        assert found is not None
+        known = len(found.log_norm)
+        assert known >= len(answer.token_ids) - UNKNOWN
+        taps, hidden = target.run(answer.token_ids[:known], ["layer.0", "layer.1"])
+        torch.testing.assert_close(
+            found.features.float(), torch.cat(taps, -1), atol=2e-2, rtol=1e-2
+        )
+        torch.testing.assert_close(found.hidden.float(), hidden, atol=2e-2, rtol=1e-2)
+        expected = target.model.head(hidden).logsumexp(-1)
+        torch.testing.assert_close(found.log_norm, expected, atol=1e-2, rtol=1e-3)
+    files = set(folder.iterdir())
+    run(target, out, tmp_path / "run", features=folder, steps=10)
+    assert set(folder.iterdir()) == files, "features were computed again"
+
+
+def test_features_of_other_layers_are_other_features(tmp_path: Path) -> None:
+    found = Features(features=torch.ones(4, 2), hidden=torch.ones(4, 1), log_norm=torch.ones(4))
+    FeatureFolder(tmp_path, ("layer.0", "layer.1")).write((5, 6, 7, 8), found)
+    same = FeatureFolder(tmp_path, ("layer.0", "layer.1"))
+    assert same.read((5, 6, 7, 8)) is not None
+    assert same.read((5, 6, 7, 8, 9)) is not None
+    assert same.read((5, 6, 7)) is None
+    assert same.read((5, 6, 7, 9)) is None
+    assert FeatureFolder(tmp_path, ("layer.0", "layer.2")).read((5, 6, 7, 8)) is None
+
+
+@pytest.mark.parametrize("layers", [(), (5,), (-2,)])
+def test_layers_that_do_not_exist_are_not_recorded(
+    model: Path, tmp_path: Path, layers: tuple[int, ...]
+) -> None:
+    record = RecorderConfig(folder=str(tmp_path), layers=layers)
+    with pytest.raises(CompositionError, match=r"drafter\.layers"):
+        LLM(str(model), engine=EngineOptions(kv_pages=64), drafter=record, budget="fixed")
+
+
+def run(
+    target: Target,
+    answers: Path,
+    folder: Path,
+    features: Path | None = None,
+    start: Any = None,
+    **changes: Any,
+) -> list[Mapping[str, Any]]:
     reports: list[Mapping[str, Any]] = []
     options = evolve(OPTIONS, **changes)
-    trainer = Trainer(target, options, answers=answers, folder=folder, report=reports.append)
+    trainer = Trainer(
+        target,
+        options,
+        answers=answers,
+        folder=folder,
+        features=features,
+        start=start,
+        report=reports.append,
+    )
     trainer.run()
     trainer.save_public()
     return reports
@@ -122,6 +191,30 @@ def test_training_learns_and_goes_on(target: Target, answers: Path, tmp_path: Pa
     assert more[-1]["expected_tau"] > first[0]["expected_tau"]
     logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [dict(figures) for figures in [*first, *more]] == logged
+
+
+def test_the_learning_rate_ends_at_zero(target: Target, answers: Path, tmp_path: Path) -> None:
+    run(target, answers, tmp_path, decay_share=0.5)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["lr"] == pytest.approx(OPTIONS.learning_rate / 15)
+
+
+def test_another_draft_model_can_be_the_start(
+    target: Target, answers: Path, tmp_path: Path
+) -> None:
+    """Its block may be shorter and its vocabulary another one; its layers must be the same."""
+    run(target, answers, tmp_path / "first", steps=60)
+    start = load(tmp_path / "first" / "compact")
+    fresh = run(target, answers, tmp_path / "fresh", steps=10)
+    found = run(
+        target, answers, tmp_path / "second", start=start, steps=10, block_size=1,
+        draft_vocab_size=150,
+    )  # fmt: skip
+    assert len(found[-1]["acceptance"]) == 1
+    assert found[-1]["acceptance"][0] > fresh[-1]["acceptance"][0] + 0.03
+    with pytest.raises(ConfigError, match=r"another shape.*fc\.weight"):
+        run(target, answers, tmp_path / "third", start=start, target_layer_ids=(1,))
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "rnn"])

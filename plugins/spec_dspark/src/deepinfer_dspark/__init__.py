@@ -16,6 +16,7 @@ from deepinfer_dspark.config import (
     LaggedConfig,
     Mtp1Config,
     NgramConfig,
+    RecorderConfig,
     StepwiseConfig,
     ThresholdConfig,
 )
@@ -40,7 +41,7 @@ def _on_cpu(facts: Facts) -> str | None:
 
 @hookimpl
 def deepinfer_drafters() -> tuple[AnyComponent, ...]:
-    """Offer a draft network in two strengths, and prompt lookup."""
+    """Offer a draft network in two strengths, prompt lookup, and a recorder for training."""
     return (
         Component(
             name="dspark",
@@ -67,6 +68,15 @@ def deepinfer_drafters() -> tuple[AnyComponent, ...]:
             needs={Feature.ROLLBACK},
             auto=False,
             summary="what followed the last tokens where they stood before; no weights",
+        ),
+        Component(
+            name="recorder",
+            config_type=RecorderConfig,
+            build=_lazy("recorder", "build"),
+            needs={Feature.TAPS},
+            fits=_on_cpu,
+            auto=False,
+            summary="drafts nothing; keeps the target's layer outputs to train on",
         ),
     )
 

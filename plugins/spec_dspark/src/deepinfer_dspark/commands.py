@@ -11,6 +11,7 @@ import click
 
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path, file_okay=False)
+LAYERS = "8,19,28"
 POSITIVE = click.IntRange(min=1)
 
 
@@ -40,6 +41,15 @@ def _locate(model: str) -> Path:
     return locate(model)
 
 
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: expected numbers such as {LAYERS}", param_hint="--target-layers"
+        ) from None
+
+
 def _show(figures: Mapping[str, Any]) -> None:
     click.echo(json.dumps(dict(figures)))
 
@@ -61,26 +71,39 @@ def _show(figures: Mapping[str, Any]) -> None:
     "--max-sequences", type=POSITIVE, default=64, show_default=True, help="Answered at a time."
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Of order and draws.")
-def answers(model: str, prompts: tuple[Path, ...], out: Path, **options: Any) -> None:
+@click.option("--features", type=FOLDER, help="Keep layer outputs here, for `train` and `eval`.")
+@click.option("--target-layers", default=LAYERS, show_default=True, help="Layers that are kept.")
+def answers(
+    model: str,
+    prompts: tuple[Path, ...],
+    out: Path,
+    features: Path | None,
+    target_layers: str,
+    **options: Any,
+) -> None:
     """Let the target answer prompts, many at a time: what `train` learns from.
 
     A line of a prompt file is an object with "turns" (a list of user messages) or "prompt", and
     perhaps "domain". The first answer of each prompt is greedy, further ones are drawn.
     """
+    from deepinfer_dspark.config import RecorderConfig
     from deepinfer_dspark.training.answers import AnswerOptions, answer_prompts
 
-    answer_prompts(_locate(model), prompts, out, AnswerOptions(**options), _show)
+    layers = _layers(target_layers)
+    record = None if features is None else RecorderConfig(folder=str(features), layers=layers)
+    answer_prompts(_locate(model), prompts, out, AnswerOptions(**options), _show, record)
 
 
 @dspark.command()
 @_model_option
 @click.option("--answers", "answers_path", type=PATH, required=True, help="From `answers`.")
 @click.option("--out", type=FOLDER, required=True, help="Folder; a run goes on in it.")
-@click.option("--features", type=FOLDER, help="Folder of computed features, to be shared by runs.")
+@click.option("--features", type=FOLDER, help="Folder of features, to be shared by runs.")
+@click.option("--start", type=FOLDER, help="Draft model to begin with, in either form.")
 @click.option("--steps", type=POSITIVE, default=4000, show_default=True, help="Steps in all.")
 @click.option("--layers", type=POSITIVE, default=1, show_default=True, help="Draft layers.")
 @click.option("--block-size", type=POSITIVE, default=5, show_default=True, help="1 makes an MTP-1.")
-@click.option("--target-layers", default="8,19,28", show_default=True, help="Layers that are read.")
+@click.option("--target-layers", default=LAYERS, show_default=True, help="Layers that are read.")
 @click.option(
     "--draft-vocab",
     type=POSITIVE,
@@ -115,12 +138,32 @@ def answers(model: str, prompts: tuple[Path, ...], out: Path, **options: Any) ->
 )
 @click.option("--learning-rate", type=float, default=6e-4, show_default=True, help="At its peak.")
 @click.option(
+    "--decay-share",
+    type=click.FloatRange(0, 1),
+    default=0.3,
+    show_default=True,
+    help="Last steps, as a share of all, in which the learning rate falls to 0.",
+)
+@click.option(
+    "--cross-entropy-steps",
+    type=click.IntRange(min=0),
+    default=1500,
+    show_default=True,
+    help="Steps until the distance of distributions is what mostly counts.",
+)
+@click.option(
     "--check-every", type=POSITIVE, default=100, show_default=True, help="Steps between checks."
 )
 @click.option("--threads", type=POSITIVE, default=1, show_default=True, help="Computing threads.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of order and draws.")
 def train(
-    model: str, answers_path: Path, out: Path, features: Path | None, threads: int, **options: Any
+    model: str,
+    answers_path: Path,
+    out: Path,
+    features: Path | None,
+    start: Path | None,
+    threads: int,
+    **options: Any,
 ) -> None:
     """Train a draft model on a target's answers; stop it at any time, and run it again to go on.
 
@@ -129,19 +172,15 @@ def train(
     """
     import torch
 
-    from deepinfer_core.errors import ConfigError
+    from deepinfer_dspark.checkpoint import load
     from deepinfer_dspark.training.target import open_target
     from deepinfer_dspark.training.trainer import Trainer, TrainOptions
 
     torch.set_num_threads(threads)
-    try:
-        layers = tuple(int(part) for part in options.pop("target_layers").split(","))
-    except ValueError:
-        raise ConfigError("--target-layers: expected numbers such as 8,19,28") from None
     trainer = Trainer(
         open_target(_locate(model)),
         TrainOptions(
-            target_layer_ids=layers,
+            target_layer_ids=_layers(options.pop("target_layers")),
             draft_vocab_size=options.pop("draft_vocab"),
             markov_head_type=options.pop("markov_head"),
             anchors_per_text=options.pop("anchors"),
@@ -150,6 +189,7 @@ def train(
         answers=answers_path,
         folder=out,
         features=features,
+        start=None if start is None else load(start),
         report=_show,
     )
     trainer.run()

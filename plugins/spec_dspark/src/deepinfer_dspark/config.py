@@ -68,6 +68,19 @@ class NgramConfig:
 
 
 @frozen(kw_only=True)
+class RecorderConfig:
+    """Options of drafter ``recorder``, which drafts nothing and keeps data to train on.
+
+    Attributes:
+        folder: where features of texts are kept.
+        layers: target layers whose output is kept, as a draft model reads them.
+    """
+
+    folder: str = "features"
+    layers: tuple[int, ...] = (8, 19, 28)
+
+
+@frozen(kw_only=True)
 class ThresholdConfig:
     """Options of budget ``threshold``.
 

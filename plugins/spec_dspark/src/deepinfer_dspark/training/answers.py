@@ -11,8 +11,10 @@ from typing import Any, TextIO
 from attrs import frozen
 
 from deepinfer_core import LLM, EngineConfig, EngineOptions, SamplingParams
+from deepinfer_core.config import Choice
 from deepinfer_core.errors import ConfigError
 from deepinfer_core.requests import RequestOutput
+from deepinfer_dspark.config import RecorderConfig
 
 
 @frozen(kw_only=True)
@@ -100,6 +102,7 @@ def answer_prompts(
     out: Path,
     options: AnswerOptions,
     report: Callable[[Mapping[str, Any]], None],
+    record: RecorderConfig | None = None,
 ) -> None:
     """Answer every prompt, and append each answer to a file as it is complete.
 
@@ -109,6 +112,7 @@ def answer_prompts(
         out: file of answers; those it holds are not made again.
         options: how.
         report: told how far it is, every 32 answers.
+        record: where the target's layer outputs are kept meanwhile; None = nowhere.
 
     Raises:
         ConfigError: prompts cannot be read.
@@ -117,7 +121,10 @@ def answer_prompts(
     pool = read_prompts(prompts)
     done = _keys(out)
     config = EngineConfig(
-        model=str(model), engine=EngineOptions(max_sequences=options.max_sequences)
+        model=str(model),
+        engine=EngineOptions(max_sequences=options.max_sequences),
+        drafter=Choice() if record is None else record,
+        budget=Choice() if record is None else Choice(use="fixed"),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     with LLM(config=config) as llm, out.open("a") as file:

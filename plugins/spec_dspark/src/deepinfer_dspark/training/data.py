@@ -1,21 +1,26 @@
 """Training texts on disk: prompts with the target's own answers, and what the target said of them.
 
 ``answers.jsonl`` holds one JSON object a line: ``prompt`` and ``answer`` (token ids), ``domain``,
-``temperature``. Features are computed once a text and kept in float16 beside it.
+``temperature``. Features are computed once a text, by the engine as it answers (``recorder``) or
+when they are first asked for, and kept in float16 in a file of their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor
 
 from deepinfer_core.errors import ConfigError
 from deepinfer_dspark.training.target import Target
+
+UNKNOWN = 2
+"""Last tokens of a text that an engine never runs, or has not told of when the text ends."""
 
 
 @frozen(kw_only=True)
@@ -85,6 +90,59 @@ def read_answers(path: Path, *, skip: int = 0) -> Iterator[Answer]:
             raise ConfigError(f"{path}, line {index + 1}: no answer ({error!r})") from error
 
 
+@frozen(kw_only=True, eq=False)
+class Features:
+    """What the target said of a text.
+
+    Attributes:
+        features: [n, m * hidden_size], float16, layer outputs side by side.
+        hidden: [n, hidden_size], float16, the final normed output.
+        log_norm: [n], float32, logarithm of the softmax's denominator over the whole vocabulary.
+    """
+
+    features: Tensor
+    hidden: Tensor
+    log_norm: Tensor
+
+    @staticmethod
+    def narrowed(taps: Sequence[Tensor]) -> Tensor:
+        """Layer outputs side by side in float16, cut to its range."""
+        limit = torch.finfo(torch.float16).max
+        return torch.cat([tap.clamp(-limit, limit).half() for tap in taps], -1)
+
+
+class FeatureFolder:
+    """A file of features for each text, found by its tokens.
+
+    Args:
+        folder: made when it is missing.
+        taps: names of the layer outputs; other ones make other files.
+    """
+
+    def __init__(self, folder: Path, taps: Sequence[str]) -> None:
+        self._folder, self._taps = folder, " ".join(taps)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, token_ids: Sequence[int], found: Features) -> None:
+        """Keep the features of a text."""
+        path = self._path(token_ids)
+        partial = path.with_suffix(".partial")
+        torch.save(asdict(found), partial)
+        partial.replace(path)
+
+    def read(self, token_ids: Sequence[int]) -> Features | None:
+        """Features of a text, or of all but its last tokens: an engine need not compute those."""
+        for left_out in range(min(UNKNOWN, len(token_ids) - 1) + 1):
+            path = self._path(token_ids[: len(token_ids) - left_out])
+            if path.is_file():
+                return Features(**torch.load(path, mmap=True, weights_only=True))
+        return None
+
+    def _path(self, token_ids: Sequence[int]) -> Path:
+        content = f"{self._taps}: {' '.join(map(str, token_ids))}".encode()
+        return self._folder / f"{hashlib.blake2b(content, digest_size=16).hexdigest()}.pt"
+
+
 class FeatureStore:
     """Texts with features, computed when first asked for and kept in a folder.
 
@@ -96,37 +154,29 @@ class FeatureStore:
     """
 
     def __init__(self, target: Target, taps: Sequence[str], folder: Path, max_tokens: int) -> None:
-        self._target, self._taps = target, tuple(taps)
-        self._folder, self._max = folder, max_tokens
-        folder.mkdir(parents=True, exist_ok=True)
+        self._target, self._taps, self._max = target, tuple(taps), max_tokens
+        self._folder = FeatureFolder(folder, taps)
 
     def get(self, answer: Answer) -> Text:
         """Return a text with its features."""
-        path = self._folder / f"{answer.index:06d}.pt"
-        ids = answer.token_ids[: self._max]
-        if path.is_file():
-            stored = torch.load(path, mmap=True, weights_only=True)
-        else:
-            stored = self._compute(ids)
-            partial = path.with_suffix(".partial")
-            torch.save(stored, partial)
-            partial.replace(path)
+        ids = answer.token_ids
+        found = self._folder.read(ids)
+        if found is None:
+            found = self._compute(ids)
+            self._folder.write(ids, found)
+        known = min(len(found.log_norm), self._max)
         return Text(
-            token_ids=torch.tensor(ids),
+            token_ids=torch.tensor(ids[:known]),
             start=len(answer.prompt) - 1,
-            features=stored["features"],
-            hidden=stored["hidden"],
-            log_norm=stored["log_norm"],
+            features=found.features[:known],
+            hidden=found.hidden[:known],
+            log_norm=found.log_norm[:known],
         )
 
     @torch.inference_mode()
-    def _compute(self, ids: Sequence[int]) -> dict[str, Tensor]:
+    def _compute(self, ids: Sequence[int]) -> Features:
         taps, hidden = self._target.run(ids, self._taps)
         norms = [self._target.model.head(part).logsumexp(-1) for part in hidden.split(64)]
-        limit = torch.finfo(torch.float16).max
-        features = torch.cat(taps, -1).clamp(-limit, limit)
-        return {
-            "features": features.half(),
-            "hidden": hidden.half(),
-            "log_norm": torch.cat(norms),
-        }
+        return Features(
+            features=Features.narrowed(taps), hidden=hidden.half(), log_norm=torch.cat(norms)
+        )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer_core.errors import ConfigError
+from deepinfer_dspark.checkpoint import MARKOV_OUT, DraftCheckpoint
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.shape import DraftShape
 from deepinfer_dspark.training.data import Answer
@@ -82,6 +84,42 @@ def initialise(network: DraftNetwork, target: Target) -> None:
     network.hidden_norm.weight.copy_(read(first))
     network.norm.weight.copy_(read("model.norm.weight"))
     _start_heads(network, shape, target.embedding())
+
+
+@torch.no_grad()
+def adopt(network: DraftNetwork, draft_vocab_ids: Tensor, start: DraftCheckpoint) -> None:
+    """Take the weights of another draft model; tokens that it cannot draft start without a bias.
+
+    Args:
+        network: to be filled.
+        draft_vocab_ids: [draft_vocab_size], int64, of the network.
+        start: of the same shape, but for block size and draft vocabulary.
+
+    Raises:
+        ConfigError: shapes differ, or other target layers are read.
+    """
+    state = start.network_state()
+    old = state[MARKOV_OUT]
+    known = old.new_zeros(network.shape.decoder.vocab_size, old.shape[1])
+    known[start.draft_vocab_ids] = old
+    state[MARKOV_OUT] = known[draft_vocab_ids]
+    sizes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+    problems = [
+        f"{name}: {list(found)}, asked for is {list(asked)}"
+        for name, found, asked in (
+            (name, state[name].shape if name in state else (), sizes.get(name, ()))
+            for name in sorted(state.keys() | sizes.keys())
+        )
+        if found != asked
+    ]
+    mine, other = network.shape.target_layer_ids, start.shape.target_layer_ids
+    if mine != other:
+        problems.append(f"target layers: {list(other)}, asked for are {list(mine)}")
+    if problems:
+        raise ConfigError(
+            f"cannot start from {start.where}, which has another shape: {'; '.join(problems)}"
+        )
+    network.load_state_dict(state)
 
 
 def _start_heads(network: DraftNetwork, shape: DraftShape, embedding: Tensor) -> None:

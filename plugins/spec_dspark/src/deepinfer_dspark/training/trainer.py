@@ -18,9 +18,9 @@ from deepinfer_dspark import checkpoint as files
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.shape import read_shape
 from deepinfer_dspark.training.blocks import Shared
-from deepinfer_dspark.training.data import Answer, FeatureStore, Text, read_answers
+from deepinfer_dspark.training.data import UNKNOWN, Answer, FeatureStore, Text, read_answers
 from deepinfer_dspark.training.loss import LossWeights, Scores, score
-from deepinfer_dspark.training.start import draft_config, draft_vocabulary, initialise
+from deepinfer_dspark.training.start import adopt, draft_config, draft_vocabulary, initialise
 from deepinfer_dspark.training.target import Target
 
 STATE = "state.pt"
@@ -47,6 +47,7 @@ class TrainOptions:
         max_tokens: longer texts are cut.
         learning_rate: peak.
         warmup_steps: steps over which it rises.
+        decay_share: share of all steps, the last ones, over which it falls to 0.
         average: decay of the running average of the weights.
         single_share: share of the steps that train blocks of one row, twice as many: the first
             draft decides most, and alone it costs a fraction.
@@ -73,6 +74,7 @@ class TrainOptions:
     max_tokens: int = 640
     learning_rate: float = 6e-4
     warmup_steps: int = 60
+    decay_share: float = 0.3
     average: float = 0.99
     single_share: float = 0.5
     prompt_share: float = 0.25
@@ -92,7 +94,13 @@ class Trainer:
         options: what and how; a run that goes on must have the same shape.
         answers: file of answers, which may still grow.
         folder: state, log and checkpoints.
+        features: folder of features, to be shared by runs; None = one in ``folder``.
+        start: draft model to begin with; None = the target's own last layers.
         report: told of each check's figures.
+
+    Raises:
+        ConfigError: there are no answers yet, or ``start`` has another shape than the options say.
+        CheckpointError: a run cannot be gone on with.
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class Trainer:
         answers: Path,
         folder: Path,
         features: Path | None = None,
+        start: files.DraftCheckpoint | None = None,
         report: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._target, self._options, self._path = target, options, answers
@@ -116,7 +125,7 @@ class Trainer:
         self.step, self.cpu_s, self.tokens = 0, 0.0, 0
         state = self._stored()
         self.config = state["config"] if state else self._new_config()
-        vocab = state["vocab"] if state else self._new_vocab()
+        vocab = state["vocab"] if state else self._new_vocab(start)
         self.network = DraftNetwork(read_shape(self.config, str(folder)))
         head = target.head_weight()
         self.shared = Shared.of(target.embedding(), head, vocab)
@@ -130,7 +139,10 @@ class Trainer:
         if state:
             self._resume(state)
         else:
-            initialise(self.network, target)
+            if start is None:
+                initialise(self.network, target)
+            else:
+                adopt(self.network, vocab, start)
             self.average = [p.detach().clone() for p in self.network.parameters()]
 
     # ------------------------------------------------------------------ beginning
@@ -155,7 +167,9 @@ class Trainer:
             window=options.window,
         )
 
-    def _new_vocab(self) -> Tensor:
+    def _new_vocab(self, start: files.DraftCheckpoint | None) -> Tensor:
+        if start is not None and start.shape.draft_vocab_size == self._options.draft_vocab_size:
+            return start.draft_vocab_ids
         if not self._answers:
             raise ConfigError(f"{self._path} holds no answers yet")
         vocab_size = self._target.model.spec.vocab_size
@@ -181,7 +195,9 @@ class Trainer:
     def _reread(self) -> None:
         for answer in read_answers(self._path, skip=self._lines):
             self._lines = answer.index + 1
-            if len(answer.answer) < 2 or len(answer.prompt) + 2 > self._options.max_tokens:
+            if len(answer.answer) < 2 + UNKNOWN:
+                continue
+            if len(answer.prompt) + 2 > self._options.max_tokens:
                 continue
             if answer.index % self._options.check_share == 0:
                 self._held.append(answer)
@@ -208,9 +224,8 @@ class Trainer:
     def _train_step(self) -> list[Scores]:
         options = self._options
         weights = self._weights()
-        rate = options.learning_rate * min(1.0, (self.step + 1) / options.warmup_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self._rate()
         single = self._random.random() < options.single_share
         found = []
         for _ in range(options.texts_per_step):
@@ -229,6 +244,14 @@ class Trainer:
             parameters = [p.detach() for p in self.network.parameters()]
             torch._foreach_lerp_(self.average, parameters, 1 - decay)
         return found
+
+    def _rate(self) -> float:
+        """The learning rate: up, level, and down to 0 at the last step."""
+        options = self._options
+        up = (self.step + 1) / options.warmup_steps
+        left = options.steps - self.step
+        down = left / max(1.0, options.decay_share * options.steps)
+        return options.learning_rate * min(1.0, up, down)
 
     def _anchors(self, text: Text, most: int) -> Tensor:
         stop = len(text.token_ids) - 1

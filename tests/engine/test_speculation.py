@@ -438,14 +438,14 @@ def test_a_drafter_hears_of_every_end(make_engine: Any, drive: Any) -> None:
 def test_a_probe_drafts_for_a_few_and_verifies_nothing(make_engine: Any, drive: Any) -> None:
     """Under load a probe must not cost what it is to find out."""
     drafter, budget = ScriptedDrafter(lambda request: [1, 2, 3]), ConstantBudget()
-    users = 3 * PROBE_SEQUENCES
+    users = 2 * PROBE_SEQUENCES
     driver = drive(make_engine(**drafting(drafter, budget)))
     for at in range(users):
         driver.submit(f"r{at}", [1 + at, 2, 3], max_tokens=120)
     while len(drafter.requests) < users * SUSPEND_ROUNDS:
         driver.step()
     del drafter.requests[:]
-    for _ in range(3 * PROBE_ROUNDS + 1):
+    for _ in range(2 * PROBE_ROUNDS + 1):
         driver.step()
     probed = [request.sequence_id for request in drafter.requests]
     assert sorted(probed) == sorted(set(probed)), "somebody was probed twice before others"

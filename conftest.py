@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Keep small tests fast on large machines."""
+    """Keep small tests fast on large machines, and interrupts alive in a shell's background."""
     torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+    # A shell's background jobs ignore this signal, and so would every process that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -92,12 +92,9 @@ def test_bench_measures_a_real_engine(
 def endless(tiny: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run that has much more to say than anybody waits for."""
     args = ["generate", *small(tiny), "--max-tokens", "400", "--ignore-eos", "--stats"]
-    # A shell's background jobs ignore this signal, and so would what they start.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [*PROGRAM, *args, "go on"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    signal.signal(signal.SIGINT, before)
     yield process
     process.kill()
     process.communicate()

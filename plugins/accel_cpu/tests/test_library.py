@@ -40,6 +40,37 @@ def test_threads_can_be_set_again() -> None:
         assert native.di_num_threads() == count
 
 
+def helpers_processors(native: ctypes.CDLL) -> list[str]:
+    """What each thread that a new pool of three starts may run on."""
+
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
+
+    native.di_set_threads(1)
+    before = threads()
+    native.di_set_threads(3)
+    found = []
+    for name in threads() - before:
+        lines = Path(f"/proc/self/task/{name}/status").read_text().splitlines()
+        found += [line.split()[1] for line in lines if line.startswith("Cpus_allowed_list")]
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_helpers_are_pinned_if_asked_for() -> None:
+    native = library.load()
+    before = native.di_num_threads()
+    native.di_set_pinned(1)
+    pinned = helpers_processors(native)
+    native.di_set_pinned(0)
+    free = helpers_processors(native)
+    native.di_set_threads(before)
+    assert len(pinned) == len(free) == 2
+    assert all(processors.isdecimal() for processors in pinned)
+    allowed = Path("/proc/self/status").read_text().partition("Cpus_allowed_list:\t")[2]
+    assert set(free) == {allowed.splitlines()[0]}
+
+
 def test_a_missing_compiler_is_a_reason(tmp_path: Path) -> None:
     built = build.build(tmp_path, compiler="no-such-compiler", levels=("portable",))
     assert built.libraries == {}

@@ -15,6 +15,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "di_level": (ctypes.c_char_p, ()),
     "di_levels": (_N, ()),
     "di_set_threads": (None, (_N,)),
+    "di_set_pinned": (None, (_N,)),
     "di_num_threads": (_N, ()),
     "di_packed_bytes": (_I, (_P,)),
     "di_pack": (None, (_P, _P)),

@@ -469,9 +469,7 @@ DI_EXPORT void di_attend(const di::AttentionLayer* layer, const di::AttentionPla
   di::Call call;
   di::together([&](di::Team& team) {
     if (k) {
-      const int64_t count = plan->num_tokens;
-      const int64_t from = count * team.rank / team.size, to = count * (team.rank + 1) / team.size;
-      for (int64_t t = from; t < to; t++)
+      for (int64_t t = team.next(); t < plan->num_tokens; t = team.next())
         if (plan->write_slots[t] >= 0)
           di::write_kv(*layer, plan->write_slots[t], k + t * k_stride, v + t * v_stride);
       team.barrier();

@@ -51,6 +51,7 @@ class Run {
   template <typename F>
   void each(Team& team, int64_t rows, F&& work) {
     if (rows <= FEW && copies_ > 1) {
+      if (!team.join()) return;
       for (int64_t row = 0; row < rows; row++) work(row);
       return;
     }
@@ -69,8 +70,11 @@ class Run {
   }
 
   void tap(Team& team, int64_t index) {
-    if (!step_.taps[index] || team.rank != 0) return;
-    std::memcpy(step_.taps[index], x_, size_t(step_.rows * model_.hidden) * 4);
+    if (!step_.taps[index]) return;
+    const int64_t hidden = model_.hidden;
+    for (int64_t row = team.next(); row < step_.rows; row = team.next())
+      std::memcpy(step_.taps[index] + row * hidden, x_ + row * hidden, size_t(hidden) * 4);
+    team.barrier();
   }
 
   void norm(Team& team, const float* x, const float* weight, const Linear& next, int64_t rows) {

@@ -19,6 +19,7 @@ AUTO = "auto"
 NONE = "none"
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
+KV_DTYPES = (AUTO, "float32", "bfloat16", "int8")
 ACCELERATOR_VARIABLE = "DEEPINFER_ACCELERATOR"
 ACCELERATOR_VALUES = {"sm100": "sm100", "nvidia": "sm100", "ascend": "ascend", "cpu": "cpu"}
 
@@ -174,6 +175,8 @@ class EngineOptions:
         max_sequences: sequences that run at the same time, at most.
         max_waiting: requests that may wait; further ones are refused.
         page_size: tokens per page of the KV cache, a power of two.
+        kv_dtype: dtype of stored keys and values; "auto" = that of computing. "int8" has a scale
+            for each vector, and is less exact than the others.
         kv_memory_bytes: memory for the KV cache, in bytes; unset = by ``memory_fraction``.
         kv_pages: pages of the KV cache, instead of ``kv_memory_bytes``.
         memory_fraction: share of the memory that is free once weights are loaded, for the KV cache.
@@ -198,6 +201,7 @@ class EngineOptions:
     max_sequences: int = field(default=256, validator=_number(1))
     max_waiting: int = field(default=4096, validator=_number(0))
     page_size: int = field(default=64)
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(default=AUTO)
     kv_memory_bytes: int | None = field(default=None, validator=_number(1, optional=True))
     kv_pages: int | None = field(default=None, validator=_number(1, optional=True))
     memory_fraction: float = field(default=0.5)
@@ -216,6 +220,11 @@ class EngineOptions:
         if not 1 <= value <= 4096 or value & (value - 1):
             raise ConfigError(f"'page_size' must be a power of two from 1 to 4096: {value}")
 
+    @kv_dtype.validator
+    def _check_kv_dtype(self, attribute: attrs.Attribute[str], value: Any) -> None:
+        if value not in KV_DTYPES:
+            raise ConfigError(f"'kv_dtype' must be one of {', '.join(KV_DTYPES)}: {value!r}")
+
     @memory_fraction.validator
     def _check_fraction(self, attribute: attrs.Attribute[float], value: float) -> None:
         if not 0 < value <= 0.95:
@@ -231,6 +240,10 @@ class EngineOptions:
     def _check_verification(self, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value not in ("coupled", "rejection"):
             raise ConfigError(f"'verification' must be 'coupled' or 'rejection': {value!r}")
+
+    def kv_dtype_for(self, dtype: str) -> str:
+        """Return the dtype of keys and values where ``dtype`` is that of computing."""
+        return dtype if self.kv_dtype == AUTO else self.kv_dtype
 
     def __attrs_post_init__(self) -> None:
         if self.kv_memory_bytes is not None and self.kv_pages is not None:

@@ -19,11 +19,12 @@ from deepinfer_core.batch import Batch, GroupBatch
 from deepinfer_core.builtin.paged_attention import (
     PagedAttention,
     attend_singles,
+    padded,
     widened,
     write_rows,
 )
 from deepinfer_core.builtin.paged_plan import Plan, Singles, Writes, make_singles, make_writes
-from deepinfer_core.builtin.paged_storage import PagedStorage
+from deepinfer_core.builtin.paged_storage import PagedStorage, Vectors
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
 from deepinfer_core.kv.layout import CacheGroupSpec
 
@@ -122,7 +123,7 @@ class FusedAttention:
         value_dim = storage.group.value_dim
         out = torch.empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
         if plan.singles is not None:
-            scaled = widened(q, keys) * params.scale
+            scaled = widened(q) * params.scale
             result = attend_singles(scaled, keys, values, plan.singles, params)
             rows = slice(None) if plan.singles.rows is None else plan.singles.rows
             out[rows] = result[..., :value_dim].to(q.dtype)
@@ -160,18 +161,14 @@ def _span(batch: Batch, group: GroupBatch, spec: CacheGroupSpec, index: int) -> 
     )
 
 
-def _attend_span(rows: Tensor, keys: Tensor, values: Tensor, span: Span, scale: float) -> Tensor:
+def _attend_span(rows: Tensor, keys: Vectors, values: Vectors, span: Span, scale: float) -> Tensor:
     """[rows, num_query_heads, dim] of one sequence."""
-    if keys.shape[-1] > rows.shape[-1]:
-        rows = functional.pad(rows, (0, keys.shape[-1] - rows.shape[-1]))
+    rows = padded(rows)
     own_keys, own_values = (
-        (x[span.pages] if isinstance(span.pages, slice) else x.index_select(0, span.pages))
-        .transpose(0, 1)
-        .flatten(1, 2)[:, span.keys]
-        .to(rows.dtype)[None]
-        for x in (keys, values)
+        stored.read(span.pages, rows.dtype).transpose(0, 1).flatten(1, 2)[None, :, span.keys]
+        for stored in (keys, values)
     )
-    queries = rows.unflatten(1, (keys.shape[1], -1)).transpose(0, 1)
+    queries = rows.unflatten(1, (own_keys.shape[1], -1)).transpose(0, 1)
     if span.mask is None and not span.causal:
         # All rows see everything, so heads that share a key head are rows of one product.
         result = functional.scaled_dot_product_attention(

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from deepinfer_core.batch import Batch
 from deepinfer_core.builtin.paged_plan import ROW_MULTIPLE, Plan, Singles, Tile, Writes, make_plan
-from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
+from deepinfer_core.builtin.paged_storage import PagedStorage, Vectors, padded_dim
 from deepinfer_core.builtin.product_probe import dependent_products
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext, AttentionParams
@@ -72,8 +72,8 @@ class PagedAttention:
         keys, values = storage.layer(layer)
         if k is not None and v is not None:
             write_rows(keys, values, k, v, plan.writes)
-        kv_heads, value_dim = keys.shape[1], storage.group.value_dim
-        scaled = widened(q, keys) * params.scale
+        kv_heads, value_dim = storage.group.num_kv_heads, storage.group.value_dim
+        scaled = widened(q) * params.scale
         singles = plan.singles
         if singles is not None:
             result = attend_singles(scaled, keys, values, singles, params)[..., :value_dim]
@@ -90,12 +90,15 @@ class PagedAttention:
         return out
 
 
-def widened(q: Tensor, keys: Tensor) -> Tensor:
+def widened(q: Tensor) -> Tensor:
     """Queries in the precision of scores, padded as stored keys are."""
-    q = q.to(_wide(q.dtype))
-    if keys.shape[-1] > q.shape[-1]:
-        q = functional.pad(q, (0, keys.shape[-1] - q.shape[-1]))
-    return q
+    return padded(q.to(_wide(q.dtype)))
+
+
+def padded(q: Tensor) -> Tensor:
+    """Queries padded as stored keys are."""
+    beyond = padded_dim(q.shape[-1]) - q.shape[-1]
+    return functional.pad(q, (0, beyond)) if beyond else q
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -120,34 +123,26 @@ def _require_invariance(group: CacheGroupSpec, context: AttentionContext) -> Non
         )
 
 
-def write_rows(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, writes: Writes) -> None:
+def write_rows(keys: Vectors, values: Vectors, k: Tensor, v: Tensor, writes: Writes) -> None:
     """Put keys and values of one layer into its pages."""
-    if writes.fresh_pages is not None:
-        # What an earlier owner left could be NaN, which survives a weight of zero.
-        keys.index_fill_(0, writes.fresh_pages, 0)
-        values.index_fill_(0, writes.fresh_pages, 0)
-    if writes.rows is not None:
-        k, v = k[writes.rows], v[writes.rows]
-    for pages, new in ((keys, k), (values, v)):
-        dim = new.shape[-1]
-        # Columns beyond are padding and stay zero.
-        slots = pages.view(-1, pages.shape[-1])[:, :dim]
-        slots.index_copy_(0, writes.index, new.reshape(-1, dim).to(pages.dtype))
+    for stored, new in ((keys, k), (values, v)):
+        if writes.fresh_pages is not None:
+            stored.clear(writes.fresh_pages)
+        rows = new if writes.rows is None else new[writes.rows]
+        stored.write(writes.index, rows.reshape(-1, new.shape[-1]))
 
 
 def attend_singles(
-    q: Tensor, keys: Tensor, values: Tensor, singles: Singles, params: AttentionParams
+    q: Tensor, keys: Vectors, values: Vectors, singles: Singles, params: AttentionParams
 ) -> Tensor:
     """[n, num_query_heads, dim] of the single rows; ``q`` is scaled already."""
-    kv_heads, size, value_dim = keys.shape[1], keys.shape[2], values.shape[-1]
+    _, kv_heads, size, value_dim = values.numbers.shape
     heads, num_rows, pairs = q.shape[1], singles.lengths.shape[0], singles.bias.shape[0]
     queries = q.reshape(-1, q.shape[-1]).index_select(0, singles.queries)
     queries = queries.view(pairs * kv_heads, -1, q.shape[-1])
     page_keys, page_values = (
-        (x[singles.pages] if isinstance(singles.pages, slice) else x.index_select(0, singles.pages))
-        .view(pairs * kv_heads, size, -1)
-        .to(q.dtype)
-        for x in (keys, values)
+        stored.read(singles.pages, q.dtype).view(pairs * kv_heads, size, -1)
+        for stored in (keys, values)
     )
     scores = torch.bmm(queries, page_keys.transpose(1, 2))
     scores = _capped(scores, params).view(pairs, kv_heads, -1, size).add_(singles.bias)
@@ -185,11 +180,11 @@ def _combine_pairs(
 
 
 def _attend_tile(
-    q: Tensor, keys: Tensor, values: Tensor, tile: Tile, params: AttentionParams
+    q: Tensor, keys: Vectors, values: Vectors, tile: Tile, params: AttentionParams
 ) -> Tensor:
     """[kv_heads, rows, heads_per_kv, value_dim]; ``q`` is [kv_heads, rows, heads_per_kv, dim]."""
     kv_heads, num_rows, per_kv, _ = q.shape
-    size, value_dim = keys.shape[2], values.shape[-1]
+    size, value_dim = values.numbers.shape[2:]
     needed = max(block.computed for block in tile.blocks)
     if needed > num_rows:
         q = functional.pad(q, (0, 0, 0, 0, 0, needed - num_rows))
@@ -198,12 +193,12 @@ def _attend_tile(
     total = q.new_full((kv_heads, num_rows * per_kv, 1), -torch.inf)
     for block in tile.blocks:
         rows = slice(block.first * per_kv, block.computed * per_kv)
-        scores = _shared(q[:, rows], keys[block.page].to(q.dtype), transposed=True)
+        scores = _shared(q[:, rows], keys.read(block.page, q.dtype), transposed=True)
         scores = _capped(scores, params)
         if block.bias is not None:
             scores.view(kv_heads, -1, per_kv, size).add_(block.bias)
         maxima, weights, masses = _page_softmax(scores)
-        means = _shared(weights, values[block.page].to(q.dtype))
+        means = _shared(weights, values.read(block.page, q.dtype))
         kept = (block.last - block.first) * per_kv
         here = total[:, block.first * per_kv : block.last * per_kv]
         torch.maximum(here, maxima[:, :kept], out=here)

@@ -67,13 +67,16 @@ def plan_offline(config: EngineConfig, host: PluginHost) -> Plan:
     made, found = plan_model(config, host, os.environ, offline=True, config_only=True)
     try:
         layers = (f"{group.name}: {len(group.layers)} layers" for group in found.spec.groups)
+        kept = made.config.engine.kv_dtype
+        numbers = "" if kept == "auto" else f", {kept}"
         switch = made.config.engine.batch_invariant
         longest = made.config.max_model_len or found.spec.max_position
         return made.with_details(
             {
                 "dtype": made.config.dtype,
                 "invariant": "true" if switch is not False else "false",
-                "cache": f"{'; '.join(layers)}; pages of {made.config.engine.page_size} tokens",
+                "cache": f"{'; '.join(layers)}; pages of {made.config.engine.page_size} tokens"
+                f"{numbers}",
                 "drafts": describe_drafts(made),
                 **describe_cost(prefill_cost(found.spec, found.checkpoint.config), longest),
                 **dict(found.spec.notes),

@@ -362,7 +362,9 @@ class _Builder:
         return _Once(lambda: self._part(Slot.CONSTRAINT, context))
 
     def _spec(self, dtype: str) -> ModelSpec:
-        spec = self._found.describe(page_size=self._options.page_size, kv_dtype=dtype)
+        spec = self._found.describe(
+            page_size=self._options.page_size, kv_dtype=self._options.kv_dtype_for(dtype)
+        )
         longest = self._config.max_model_len
         if longest is None:
             return spec

@@ -28,7 +28,8 @@ class FoundModel:
         facts: for composition.
         checkpoint: open.
         family: builds it.
-        spec: with provisional cache dtype; the engine asks again once the dtype is known.
+        spec: with a provisional cache dtype where that is ``auto``; the engine asks again once the
+            dtype is known.
     """
 
     facts: ModelFacts
@@ -77,7 +78,11 @@ def find(
     )
     architecture = architecture_of(checkpoint.config, path)
     family = family_of(architecture, config.model_component, host)
-    spec = family.describe(checkpoint.config, page_size=config.engine.page_size, kv_dtype="float32")
+    spec = family.describe(
+        checkpoint.config,
+        page_size=config.engine.page_size,
+        kv_dtype=config.engine.kv_dtype_for("float32"),
+    )
     facts = ModelFacts(
         name=str(config.model),
         architecture=architecture,

@@ -60,8 +60,9 @@ class CacheGroupSpec:
         num_kv_heads: heads stored per entry and layer.
         key_dim: numbers per head of a key.
         value_dim: numbers per head of a value; 0 where key and value are one vector.
-        dtype: storage dtype name ("float32", "bfloat16", "float8_e4m3fn", ...).
-        scale_bytes: extra bytes per entry and layer for quantisation scales.
+        dtype: storage dtype name ("float32", "bfloat16", "int8", "float8_e4m3fn", ...).
+        scale_bytes: extra bytes per entry and layer for quantisation scales; by default none, with
+            "int8" a float32 for each vector.
         page_size: tokens per page; a multiple of ``ratio``.
         window: tokens visible to a query including itself; 0 = unlimited.
         ratio: tokens per entry (1 unless compressed).
@@ -79,7 +80,7 @@ class CacheGroupSpec:
     key_dim: int = field(validator=validators.ge(1))
     value_dim: int = field(validator=validators.ge(0))
     dtype: str = "float32"
-    scale_bytes: int = 0
+    scale_bytes: int = field()
     page_size: int = field(default=64, validator=validators.ge(1))
     window: int = field(default=0, validator=validators.ge(0))
     ratio: int = field(default=1, validator=validators.ge(1))
@@ -87,6 +88,11 @@ class CacheGroupSpec:
     trained_for_bounded: bool = False
     replay_tokens: int = field(default=0, validator=validators.ge(0))
     truncated: bool = False
+
+    @scale_bytes.default
+    def _scale_of_each_vector(self) -> int:
+        vectors = self.num_kv_heads * (2 if self.value_dim else 1)
+        return vectors * dtype_bytes("float32") if self.dtype == "int8" else 0
 
     def __attrs_post_init__(self) -> None:
         """Refuse layouts that cannot be addressed."""

@@ -104,6 +104,41 @@ def test_memory_too_small_for_a_page_is_an_error(make_engine: Any) -> None:
         make_engine(kv_pages=None, kv_memory_bytes=100)
 
 
+@pytest.mark.parametrize(("kv_dtype", "kept"), [("auto", "float32"), ("int8", "int8")])
+def test_the_plan_says_how_keys_and_values_are_kept(
+    make_engine: Any, kv_dtype: str, kept: str
+) -> None:
+    engine = make_engine(kv_dtype=kv_dtype)
+    assert f"pages of 8 tokens, {kept}" in engine.plan.details["cache"]
+
+
+def test_narrower_keys_and_values_make_room_for_more(make_engine: Any) -> None:
+    def pages(kv_dtype: str) -> int:
+        engine = make_engine(kv_dtype=kv_dtype, kv_pages=None, kv_memory_bytes=1 << 19)
+        return int(engine.stats().kv_pages_total)
+
+    assert 1 < pages("float32") < pages("bfloat16") < pages("int8")
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_narrow_keys_and_values_are_invariant(make_engine: Any, drive: Any, kv_dtype: str) -> None:
+    def outputs(names: tuple[str, ...], **options: Any) -> dict[str, Any]:
+        driver = drive(make_engine(kv_dtype=kv_dtype, **options))
+        for name in names:
+            prompt = [(7 * at + ord(name)) % 256 for at in range(40 + ord(name) % 9)]
+            driver.submit(name, prompt, logprobs=3)
+        results = driver.run()
+        assert all(result.invariant for result in results.values())
+        return {
+            name: [(output.token_ids, output.logprobs) for output in result.outputs]
+            for name, result in results.items()
+        }
+
+    together = outputs(("a", "b", "c", "d"))
+    alone = outputs(("b",), max_batch_tokens=16)
+    assert together["b"] == alone["b"]
+
+
 def test_a_longer_context_than_the_model_was_made_for_is_refused(make_engine: Any) -> None:
     with pytest.raises(CompositionError, match="max_model_len 600 exceeds the 512"):
         make_engine(config={"max_model_len": 600})

@@ -38,10 +38,16 @@ def group_of(**fields: Any) -> CacheGroupSpec:
 
 
 def world_of(
-    *, dtype: str = "float32", heads: int = 6, seed: int = 0, params: Any = None, **fields: Any
+    *,
+    dtype: str = "float32",
+    kv_dtype: str = "",
+    heads: int = 6,
+    seed: int = 0,
+    params: Any = None,
+    **fields: Any,
 ) -> AttentionWorld:
     """A backend that promises equal bits, pages full of NaN, and what is right."""
-    group = group_of(**{"dtype": dtype, **fields})
+    group = group_of(**{"dtype": kv_dtype or dtype, **fields})
     context = AttentionContext(
         groups=(group,),
         device_type="cpu",
@@ -156,19 +162,64 @@ def test_rows_beyond_one_tile() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize(("kv_dtype", "tolerance"), [("bfloat16", 2e-2), ("int8", 4e-2)])
+def test_narrow_storage_is_close(dtype: str, kv_dtype: str, tolerance: float) -> None:
+    world = world_of(dtype=dtype, kv_dtype=kv_dtype)
+    for at, count in enumerate((1, 8, 19)):
+        world.open(at)
+        world.step([Rows(sequence_id=at, count=count)])
+    for counts in ((1, 1, 1), (1, 9, 1), (5, 1, 30)):
+        rows = [Rows(sequence_id=at, count=count) for at, count in enumerate(counts)]
+        for found, expected in world.step(rows).values():
+            assert found.dtype == world.dtype
+            assert (found.double() - expected).abs().max() < tolerance
+
+
+def test_int8_vectors_have_their_own_scales() -> None:
+    group = group_of(dtype="int8", key_dim=10, value_dim=6)
+    assert group.bytes_per_page == 8 * 2 * (10 + 6 + 2 * 4)
+    storage = PagedStorage(group, 2, CPU)
+    keys, _ = storage.layer(0)
+    keys.clear(torch.tensor([0, 1]))
+    vectors = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
+    vectors = vectors * torch.tensor([[1e-6], [1.0], [1e6]])
+    keys.write(torch.tensor([0, 5, 17]), vectors)
+    found = keys.read(slice(None), torch.float32).view(-1, keys.numbers.shape[-1])
+    error = (found[[0, 5, 17], :10] - vectors).abs().amax(-1)
+    assert (error <= vectors.abs().amax(-1) / 127 * 0.501).all()
+    assert not found[1:5].any()
+
+
+@pytest.mark.parametrize("wild", [torch.nan, torch.inf, -torch.inf])
+def test_int8_vectors_do_not_hide_numbers_gone_wrong(wild: float) -> None:
+    keys, _ = PagedStorage(group_of(dtype="int8"), 1, CPU).layer(0)
+    vectors = torch.ones(2, 16)
+    vectors[0, 3] = wild
+    keys.write(torch.tensor([0, 1]), vectors)
+    found = keys.read(0, torch.float32)[0]
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], torch.ones(16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
 def test_exported_pages_are_imported_bit_for_bit(dtype: str) -> None:
     group = group_of(dtype=dtype, layers=(0, 4), key_dim=10, value_dim=6)
     source, target = PagedStorage(group, 3, CPU), PagedStorage(group, 5, CPU)
     generator = torch.Generator().manual_seed(0)
-    for tensor in (*source.keys, *source.values):
-        dim = 10 if any(tensor is keys for keys in source.keys) else 6
-        tensor[..., :dim] = torch.randn(tensor[..., :dim].shape, generator=generator)
+    for layer, head in ((layer, head) for layer in (0, 4) for head in range(6)):
+        keys, values = source.layer(layer)
+        index = torch.arange(8) + head * 8
+        keys.write(index, torch.randn(8, 10, generator=generator))
+        values.write(index, torch.randn(8, 6, generator=generator))
     data = source.export_page(2)
     assert len(data) == group.bytes_per_page
     target.import_page(4, data)
     assert target.export_page(4) == data
-    for ours, theirs in zip(target.keys + target.values, source.keys + source.values, strict=True):
-        assert torch.equal(ours[4], theirs[2])
+    for layer in (0, 4):
+        for ours, theirs in zip(target.layer(layer), source.layer(layer), strict=True):
+            mine, read = ours.read(4, torch.float64), theirs.read(2, torch.float64)
+            assert torch.equal(mine, read)
+            assert mine.any()
 
 
 def test_a_page_of_another_size_is_refused() -> None:
@@ -212,6 +263,7 @@ def chunkings(draw: Any) -> tuple[dict[str, Any], list[list[int]]]:
                 {"heads": 5, "num_kv_heads": 1, "key_dim": 16, "value_dim": 16},
                 {"heads": 4, "num_kv_heads": 4, "key_dim": 8, "value_dim": 8, "window": 5},
                 {"heads": 9, "num_kv_heads": 3, "key_dim": 64, "value_dim": 64},
+                {"heads": 6, "num_kv_heads": 2, "key_dim": 24, "value_dim": 8, "kv_dtype": "int8"},
             ]
         )
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,6 @@ from deepinfer_cpu.attention import NativeAttention, why_not
 
 CPU = torch.device("cpu")
 LEVELS = library.runnable()
-SCALE_BYTES = 8  # of int8: one float for a key, one for a value
 
 
 class TestBest(AttentionContract):
@@ -62,8 +62,6 @@ def group_of(**fields: Any) -> CacheGroupSpec:
         "value_dim": 16,
         "page_size": 16,
     }
-    if fields.get("dtype") == "int8":
-        defaults["scale_bytes"] = SCALE_BYTES * fields.get("num_kv_heads", 2)
     return CacheGroupSpec(**{**defaults, **fields})
 
 
@@ -191,12 +189,21 @@ def test_pages_move_between_storages(dtype: str) -> None:
     assert other.storage.export_page(5) == data
 
 
-def test_pages_are_those_of_core() -> None:
-    mine, core = world_of(), world_of(PagedAttention)
-    for world in (mine, core):
+@pytest.mark.parametrize(
+    ("dtype", "wild"),
+    [
+        *itertools.product(["float32", "bfloat16", "float16"], [1.0, 0.0, 1e-36, torch.inf]),
+        *(("int8", wild) for wild in (1.0, 0.0, 1e-36, torch.inf, torch.nan)),
+    ],
+)
+def test_pages_are_those_of_core(dtype: str, wild: float) -> None:
+    pages = []
+    for world in (world_of(dtype=dtype), world_of(PagedAttention, dtype=dtype)):
         world.open(0)
-        world.step([Rows(sequence_id=0, count=16)])
-    pages = [world.storage.export_page(world.known[0].pages[0]) for world in (mine, core)]
+        q, k, v = world.inputs(16)
+        k[3], v[5, 0, 1] = k[3] * wild, wild
+        world.step([Rows(sequence_id=0, count=16)], {0: (q, k, v)}, compare=False)
+        pages.append(world.storage.export_page(world.known[0].pages[0]))
     assert pages[0] == pages[1]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepinfer_core.requests import RequestOutput
+from deepinfer_prefix.tiers.configs import DiskConfig
 
 Tokens = Callable[..., list[int]]
 
@@ -35,6 +37,30 @@ def test_a_hit_gives_the_same_bits(make: Any, tokens: Tokens, model: str, overla
         assert found.exact
         assert found.invariant
         assert found.cached_tier == ("device" if found.cached_tokens else None)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_hit_in_narrow_pages_gives_the_same_bits(
+    make: Any, tokens: Tokens, tmp_path: Path, kv_dtype: str, tier: str
+) -> None:
+    def runner(kv_dtype: str) -> Any:
+        store = DiskConfig(directory=str(tmp_path / "kv")) if tier == "disk" else "none"
+        return make("hybrid", kv_store=store, kv_dtype=kv_dtype)
+
+    def next_runner(last: Any, kv_dtype: str) -> Any:
+        last.engine._parts.cache._behind.flush()
+        last.engine.close()
+        return runner(kv_dtype)
+
+    cold = runner(kv_dtype)
+    expected = cold.run(tokens(70))
+    warm = cold if tier == "device" else next_runner(cold, kv_dtype)
+    found = warm.run(tokens(70))
+    assert found.cached_tier == tier
+    same(found, expected)
+    if tier == "disk":
+        assert next_runner(warm, "float32").run(tokens(70)).cached_tokens == 0
 
 
 def test_only_the_rest_is_computed(make: Any, tokens: Tokens) -> None:

@@ -416,13 +416,18 @@ void write_as(const AttentionLayer& layer, int64_t slot, const float* k, const f
   }
 }
 
-// One vector as int8 with the scale that is returned.
+// One vector as int8 with the scale that is returned: bit for bit what core's storage makes of it.
 float narrow(const float* from, int count, int8_t* to, int64_t stride) {
   float most = 0;
-  for (int d = 0; d < count; d++) most = std::max(most, std::fabs(from[d]));
-  const float factor = most > 0 ? 127 / most : 0;
-  for (int d = 0; d < count; d++) to[d * stride] = int8_t(std::nearbyint(from[d] * factor));
-  return most / 127;
+  bool finite = true;
+  for (int d = 0; d < count; d++) {
+    finite &= std::isfinite(from[d]);
+    most = std::max(most, std::fabs(from[d]));
+  }
+  const float factor = finite && most > 0x1p-100f ? 127 / most : 0;
+  for (int d = 0; d < count; d++)
+    to[d * stride] = finite ? int8_t(std::nearbyint(from[d] * factor)) : int8_t(0);
+  return finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
 }
 
 void write_narrow(const AttentionLayer& layer, int64_t slot, const float* k, const float* v) {

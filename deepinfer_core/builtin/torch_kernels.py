@@ -14,8 +14,15 @@ from torch.nn import functional
 
 from deepinfer_core.builtin.cpu import has_native_bfloat16
 from deepinfer_core.builtin.product_probe import dependent_rows, wrong_products
+from deepinfer_core.checkpoint.dequantize import dequantize
+from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.components import Priority, Verified
-from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
+from deepinfer_core.interfaces.kernels import (
+    GatedActivation,
+    KernelsContext,
+    OpFacts,
+    OpProvider,
+)
 from deepinfer_core.ops.reference import OPS
 from deepinfer_core.ops.rows import padded_rows
 
@@ -182,32 +189,98 @@ def _splits_evenly(width: int) -> bool:
     return width % (_UNROLLED * math.lcm(*range(1, torch.get_num_threads() + 1))) == 0
 
 
+class FastGated:
+    """What experts do with gate and up, each number computed alike wherever it stands."""
+
+    def __init__(self, activation: GatedActivation) -> None:
+        self._activation = activation
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """See ``ops.reference.gated``."""
+        alpha, limit, offset = attrs.astuple(self._activation)
+        wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
+        gate, up = wide.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        # exp has one form for all numbers of a row; sigmoid has another for the last few.
+        sigmoid = (gate * -alpha).exp_().add_(1).reciprocal_()
+        return (sigmoid.mul_(gate) * (up + offset)).to(gate_up.dtype)
+
+
+class ExpandedOnUse:
+    """Handles of experts whose blocks stay as they are, and are expanded each time they are used.
+
+    Args:
+        linear: makes the handles.
+        dtype: to which blocks are expanded.
+        weights: blocks of each expert.
+        biases: of each expert, or None.
+    """
+
+    def __init__(
+        self,
+        linear: Any,
+        dtype: torch.dtype,
+        weights: Sequence[PackedTensor],
+        biases: Sequence[Tensor | None],
+    ) -> None:
+        self._linear, self._dtype, self._weights, self._biases = linear, dtype, weights, biases
+
+    def __getitem__(self, expert: int) -> Any:
+        weight = self._weights[expert]
+        dense = dequantize(weight.data, weight.format, weight.shape).to(self._dtype)
+        return self._linear.prepare(dense, self._biases[expert])
+
+
 class PreparedExperts:
-    """``MoeExperts`` over a linear op, each expert's weights packed once.
+    """``MoeExperts`` over a linear op, dense weights packed once; MXFP4 blocks stay as they are.
 
     Args:
         choose_linear: makes that op; called with the first weights, since trying one takes time.
+        dtype: computation dtype.
     """
 
-    def __init__(self, choose_linear: Callable[[], Any]) -> None:
-        self._choose_linear = choose_linear
+    packed_formats = ("mxfp4",)
+
+    def __init__(self, choose_linear: Callable[[], Any], dtype: torch.dtype) -> None:
+        self._choose_linear, self._dtype = choose_linear, dtype
         self._linear: Any = None
 
-    def prepare(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Any:
-        """Pack every expert."""
+    def prepare(
+        self,
+        gate_up: Sequence[Tensor | PackedTensor],
+        down: Sequence[Tensor | PackedTensor],
+        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        activation: GatedActivation = GatedActivation(),  # noqa: B008 - frozen
+    ) -> Any:
+        """Pack every expert; see the reference."""
         self._linear = self._linear or self._choose_linear()
-        return [self._linear.prepare(w) for w in gate_up], [self._linear.prepare(w) for w in down]
+        none = [None] * len(gate_up)
+        first, second = biases or (none, none)
+        plain = activation == GatedActivation()
+        act = FastSiluMul() if plain else FastGated(activation)
+        return self._handles(gate_up, first), self._handles(down, second), act
+
+    def _handles(
+        self, weights: Sequence[Tensor | PackedTensor], biases: Sequence[Tensor | None]
+    ) -> Any:
+        packed = [weight for weight in weights if isinstance(weight, PackedTensor)]
+        if packed:
+            return ExpandedOnUse(self._linear, self._dtype, packed, biases)
+        return [
+            self._linear.prepare(weight.to(self._dtype), bias)  # type: ignore[union-attr]
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Any) -> Tensor:
         """See the reference: same order of addition."""
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        silu_mul = FastSiluMul()
+        gate_up, down, act = handle
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)
             count = rows.shape[0]
             taken = functional.pad(x[rows], (0, 0, 0, padded_rows(count) - count))
-            hidden = silu_mul.run(self._linear.run(taken, handle[0][expert]))
-            y = self._linear.run(hidden, handle[1][expert])[:count]
+            hidden = act.run(self._linear.run(taken, gate_up[expert]))
+            y = self._linear.run(hidden, down[expert])[:count]
             out[rows] += y * weights[rows, places].unsqueeze(-1).to(out.dtype)
         return out.to(x.dtype)
 
@@ -265,7 +338,8 @@ def _fast_providers() -> list[OpProvider]:
 
     def experts(facts: OpFacts) -> PreparedExperts:
         return PreparedExperts(
-            lambda: PaddedLinear() if _packing_objection(facts) else PackedLinear()
+            lambda: PaddedLinear() if _packing_objection(facts) else PackedLinear(),
+            getattr(torch, facts.dtype),
         )
 
     simple: dict[str, Callable[[], Any]] = {

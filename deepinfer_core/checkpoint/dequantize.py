@@ -1,6 +1,6 @@
 """Packed blocks to dense float32.
 
-The three block formats that small models mostly come in are expanded here with torch, on all
+The block formats that small models and experts mostly come in are expanded here with torch, on all
 threads; the rest goes through the ``gguf`` package, which is slower and gives the same bits.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from deepinfer_core.checkpoint import mxfp4
 from deepinfer_core.errors import CheckpointError
 
 _BlockExpander = Callable[[Tensor, Tensor], None]
@@ -32,7 +33,7 @@ def dequantize(data: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     """
     if kind in _FAST:
         block_size, bytes_per_block, expand = _FAST[kind]
-        out = torch.empty(shape, dtype=torch.float32)
+        out = torch.empty(shape, dtype=torch.float32, device=data.device)
         expand(data.reshape(-1, bytes_per_block), out.view(-1, block_size))
         return out
     return _dequantize_any(data, kind, shape)
@@ -95,4 +96,5 @@ _FAST: Mapping[str, tuple[int, int, _BlockExpander]] = {
     "q4_0": (32, 18, _q4_0),
     "q4_1": (32, 20, _q4_1),
     "q8_0": (32, 34, _q8_0),
+    "mxfp4": (32, 17, mxfp4.expand_blocks),
 }

@@ -5,9 +5,9 @@ its specification. A provider is one implementation of one op, with a reason whe
 
 What an implementation may say of itself, as attributes, beside the methods of its reference:
 
-* ``packed_formats`` of "linear" and "embedding": ``prepare`` takes weights as they are stored, that
-  is ``PackedTensor``s of these formats and dense tensors of any dtype. Without it a weight is
-  expanded and converted to the computation dtype first.
+* ``packed_formats`` of "linear", "embedding" and "moe_experts": ``prepare`` takes weights as they
+  are stored, that is ``PackedTensor``s of these formats and dense tensors of any dtype. Without it
+  a weight is expanded and converted to the computation dtype first.
 * ``may_round`` of "linear": ``prepare`` takes ``may_round=True`` for weights whose input may be
   rounded to 8 bits. Models say so of projections where that was measured to matter least
   (attention's output, feed-forwards), not of queries, keys, values, routers and heads.
@@ -17,6 +17,7 @@ What an implementation may say of itself, as attributes, beside the methods of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,6 +80,19 @@ class OpProvider:
     verified: Verified = Verified.TESTED
     batch_invariant: bool = False
     handles_of: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class GatedActivation:
+    """What an expert makes of gate and up: ``g * sigmoid(alpha * g) * (u + offset)``.
+
+    ``g`` is the gate, at most ``limit``; ``u`` is up, between ``-limit`` and ``limit``. By default
+    that is ``silu(gate) * up``.
+    """
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: float = 0.0
 
 
 @frozen(kw_only=True, eq=False)

@@ -107,9 +107,9 @@ class ExpertFeedForward:
         gate_up, down = [], []
         for expert in range(decoder.num_experts):
             prefix = f"{base}mlp.experts.{expert}."
-            halves = [load.tensor(f"{prefix}{name}_proj.weight") for name in ("gate", "up")]
-            gate_up.append(torch.cat(halves))
-            down.append(load.tensor(f"{prefix}down_proj.weight"))
+            names = (f"{prefix}{name}_proj.weight" for name in ("gate", "up"))
+            gate_up.append(load.weight(ops.moe_experts, *names))
+            down.append(load.weight(ops.moe_experts, f"{prefix}down_proj.weight"))
         self._experts = ops.moe_experts.prepare(gate_up, down)
 
     def run(self, x: Tensor) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch.nn import functional
 
-from deepinfer_core.checkpoint.mxfp4 import BLOCK, expand
+from deepinfer_core.checkpoint.dequantize import dequantize
+from deepinfer_core.checkpoint.mxfp4 import BLOCK, as_packed
+from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.attention import AttentionParams
+from deepinfer_core.interfaces.kernels import GatedActivation
 from deepinfer_core.interfaces.model import (
     BuildRequest,
     Model,
@@ -25,7 +28,6 @@ from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
 from deepinfer_core.models.rope import RopeSpec, tables
-from deepinfer_core.ops.rows import padded_rows
 
 ARCHITECTURE = "GptOssForCausalLM"
 
@@ -201,62 +203,51 @@ class GptOssFamily:
 
 
 class _Experts:
-    """The experts of one layer.
-
-    Dense matrices are packed for the linear op once. MXFP4 blocks stay as they are, a quarter of
-    the bytes of bfloat16, and an expert's are expanded each time rows go to it.
-    """
+    """The experts of one layer; MXFP4 blocks stay as they are where the op takes them so."""
 
     def __init__(
         self, config: GptOssConfig, base: str, load: WeightLoader, request: BuildRequest
     ) -> None:
-        self._config, self._linear = config, request.ops.linear
-        self._matrices = {
-            name: self._matrix(f"{base}mlp.experts.{name}", load, request)
-            for name in _matrices(config)
-        }
-
-    def _matrix(
-        self, place: str, load: WeightLoader, request: BuildRequest
-    ) -> Callable[[int], Any]:
-        """Expert -> handle for the linear op."""
-        biases = load.tensor(f"{place}_bias")
-        if self._config.packed:
-            blocks, scales = request.read(f"{place}_blocks"), request.read(f"{place}_scales")
-            blocks, scales = blocks.to(request.device), scales.to(request.device)
-
-            def expanded(expert: int) -> Any:
-                dense = expand(blocks[expert], scales[expert]).to(biases.dtype)
-                return self._linear.prepare(dense, biases[expert])
-
-            return expanded
-        dense = load.tensor(place)
-        handles = [
-            self._linear.prepare(weight.t().contiguous(), bias)
-            for weight, bias in zip(dense, biases, strict=True)
-        ]
-        return handles.__getitem__
+        self._op = request.ops.moe_experts
+        place = f"{base}mlp.experts."
+        (gate_up, first), (down, second) = (
+            _matrix(f"{place}{name}", config, load, request) for name in _matrices(config)
+        )
+        self._handle = self._op.prepare(
+            [_gates_first(weight) for weight in gate_up],
+            down,
+            ([_gates_first(bias) for bias in first], second),
+            GatedActivation(alpha=config.alpha, limit=config.limit, offset=1.0),
+        )
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """[n, hidden], [n, k] weights and expert ids -> [n, hidden]; ascending ids are added."""
-        out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        gate_up, down = self._matrices["gate_up_proj"], self._matrices["down_proj"]
-        for expert in torch.unique(ids).tolist():
-            rows, places = torch.nonzero(ids == expert, as_tuple=True)
-            count = rows.shape[0]
-            taken = functional.pad(x[rows], (0, 0, 0, padded_rows(count) - count))
-            hidden = self._gated(self._linear.run(taken, gate_up(expert)))
-            y = self._linear.run(hidden, down(expert))[:count]
-            out[rows] += y * weights[rows, places].unsqueeze(-1).to(out.dtype)
-        return out.to(x.dtype)
+        """[n, hidden], [n, k] weights and expert ids -> [n, hidden]."""
+        out: Tensor = self._op.run(x, weights, ids, self._handle)
+        return out
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        wide = gate_up if gate_up.dtype == torch.float64 else gate_up.float()
-        gate = wide[..., ::2].clamp(max=self._config.limit)
-        up = wide[..., 1::2].clamp(-self._config.limit, self._config.limit)
-        # exp has one form for all numbers of a row; sigmoid has another for the last few.
-        sigmoid = (gate * -self._config.alpha).exp_().add_(1).reciprocal_()
-        return (sigmoid.mul_(gate) * (up + 1)).to(gate_up.dtype)
+
+def _matrix(
+    place: str, config: GptOssConfig, load: WeightLoader, request: BuildRequest
+) -> tuple[list[Any], list[Tensor]]:
+    """Weight [outputs, inputs] and bias of each expert."""
+    biases = list(load.tensor(f"{place}_bias"))
+    if not config.packed:
+        return [weight.t() for weight in load.tensor(place)], biases
+    blocks, scales = (
+        request.read(f"{place}_{part}").to(request.device) for part in ("blocks", "scales")
+    )
+    weights = [as_packed(*parts) for parts in zip(blocks, scales, strict=True)]
+    if "mxfp4" in getattr(request.ops.moe_experts, "packed_formats", ()):
+        return weights, biases
+    dtype = biases[0].dtype
+    return [dequantize(w.data, w.format, w.shape).to(dtype) for w in weights], biases
+
+
+def _gates_first(rows: Any) -> Any:
+    """Rows of gate and up, which take turns, with all of the gate's before all of up's."""
+    if isinstance(rows, PackedTensor):
+        return attrs.evolve(rows, data=_gates_first(rows.data))
+    return torch.cat([rows[::2], rows[1::2]])
 
 
 class _Layer:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_core.interfaces.kernels import GatedActivation
 from deepinfer_core.sampling.draws import Draw
 
 
@@ -103,6 +104,14 @@ class SiluMul:
         return functional.silu(gate) * up
 
 
+def gated(gate_up: Tensor, activation: GatedActivation) -> Tensor:
+    """[n, 2 * intermediate], gate first -> [n, intermediate]."""
+    gate, up = _wide(gate_up).chunk(2, -1)
+    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    out = gate * torch.sigmoid(activation.alpha * gate) * (up + activation.offset)
+    return out.to(gate_up.dtype)
+
+
 class GeluMul:
     """``gelu(gate) * up`` of a fused projection, gelu in its tanh form (Hendrycks, Gimpel 2016)."""
 
@@ -132,9 +141,23 @@ class MoeGate:
 class MoeExperts:
     """Gated feed-forward experts, each token through its own."""
 
-    def prepare(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> Any:
-        """Per expert: gate_up [2 * intermediate, hidden], down [hidden, intermediate]."""
-        return list(gate_up), list(down)
+    def prepare(
+        self,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        activation: GatedActivation = GatedActivation(),  # noqa: B008 - frozen
+    ) -> Any:
+        """Repack the weights of all experts, one entry for each.
+
+        Args:
+            gate_up: [2 * intermediate, hidden], gates first.
+            down: [hidden, intermediate].
+            biases: of gate_up and of down, or None.
+            activation: between them.
+        """
+        none = [None] * len(gate_up)
+        return list(gate_up), list(down), *(biases or (none, none)), activation
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Any) -> Tensor:
         """[n, hidden], weights and ids of ``MoeGate`` -> [n, hidden].
@@ -142,12 +165,14 @@ class MoeExperts:
         Contributions of one token are added in ascending expert id.
         """
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert, (gate_up, down) in enumerate(zip(*handle, strict=True)):
+        *matrices, activation = handle
+        for expert, (gate_up, down, *biases) in enumerate(zip(*matrices, strict=True)):
             rows, places = torch.nonzero(ids == expert, as_tuple=True)
             if rows.numel() == 0:
                 continue
-            hidden = functional.linear(x[rows], gate_up.to(x.dtype))
-            y = functional.linear(SiluMul().run(hidden), down.to(x.dtype))
+            first, second = (None if bias is None else bias.to(x.dtype) for bias in biases)
+            hidden = gated(functional.linear(x[rows], gate_up.to(x.dtype), first), activation)
+            y = functional.linear(hidden, down.to(x.dtype), second)
             out[rows] += y * weights[rows, places].unsqueeze(-1).to(out.dtype)
         return out.to(x.dtype)
 

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from deepinfer_core.interfaces.kernels import GatedActivation
 from deepinfer_core.testing.numerics import Family
 
 ROWS = (1, 2, 5, 33)
@@ -202,15 +203,22 @@ def _moe_gate(draw: _Draw, rows: int) -> Iterator[OpCase]:
 
 
 def _moe_experts(draw: _Draw, rows: int) -> Iterator[OpCase]:
-    for experts, top_k, width, inner in ((4, 2, 24, 16), (5, 1, 33, 9)):
+    clamped = GatedActivation(alpha=1.7, limit=0.8, offset=1.0)
+    for experts, top_k, width, inner, act in (
+        (4, 2, 24, 16, None),
+        (5, 1, 33, 9, None),
+        (6, 3, 64, 48, clamped),
+    ):
         gate_up = [draw.normal(2 * inner, width, scale=width**-0.5) for _ in range(experts)]
         down = [draw.normal(width, inner, scale=inner**-0.5) for _ in range(experts)]
         scores = draw.normal(rows, experts - 1)  # the last expert gets no token
         weights, ids = torch.softmax(scores, -1).topk(top_k, dim=-1)
+        sizes = (2 * inner, width)
+        biases = [[draw.normal(size, scale=0.1) for _ in range(experts)] for size in sizes]
         yield OpCase(
-            name=f"{top_k} of {experts}",
+            name=f"{top_k} of {experts}{'' if act is None else ', biased and clamped'}",
             family=Family.ATTENTION,
-            prepare=(gate_up, down),
+            prepare=(gate_up, down) if act is None else (gate_up, down, biases, act),
             run=(draw.normal(rows, width), weights, ids),
             by_row=(0, 1, 2),
             exact=(1,),

@@ -243,7 +243,7 @@ def test_rows_through_experts_do_not_depend_on_each_other(spans: list[tuple[int,
     gate_up = [randn(14, 20, seed=at) for at in range(5)]
     down = [randn(20, 7, seed=at) for at in range(5)]
     for linear in (PackedLinear(), PaddedLinear()):
-        op = PreparedExperts(type(linear))
+        op = PreparedExperts(type(linear), torch.float32)
         handle = op.prepare(gate_up, down)
         full = op.run(x, weights, ids, handle)
         for begin, end in spans:

@@ -62,6 +62,30 @@ def products(native: Any) -> None:
         KEPT.clear()
 
 
+def experts(native: Any, kind: structs.Format) -> None:
+    count, hidden, inner, chosen = 5, 64, 96, 2
+    matrices = [
+        [weight(native, kind, n, k) for _ in range(count)]
+        for n, k in ((2 * inner, hidden), (hidden, inner))
+    ]
+    gate_up, down = (
+        (ctypes.c_void_p * count)(*map(ctypes.addressof, linears)) for linears in matrices
+    )
+    layer = structs.Experts(
+        gate_up=ctypes.addressof(gate_up), down=ctypes.addressof(down), count=count,
+        hidden=hidden, intermediate=inner, alpha=1.7, limit=1.0, offset=1.0,
+    )  # fmt: skip
+    for rows in (0, 1, 70, 513):
+        ids, out = RANDOM.integers(0, count, (rows, chosen)), np.empty((rows, hidden), np.float32)
+        wrong = native.di_experts(
+            ctypes.byref(layer), at(floats(rows, hidden)), hidden, at(ids),
+            at(floats(rows, chosen)), rows, chosen, at(out),
+        )  # fmt: skip
+        assert wrong == -1
+        assert np.isfinite(out).all()
+    KEPT.clear()
+
+
 def row_ops(native: Any) -> None:
     for rows, size in ((1, 1), (3, 17), (40, 640)):
         x, delta, scale = floats(rows, 2 * size), floats(rows, size), floats(size)
@@ -183,6 +207,7 @@ def main(path: str) -> None:
         draws(native)
         for kind in (structs.Format.Q4_1, structs.Format.Q8_0, structs.Format.F32):
             decoder(native, kind)
+            experts(native, kind)
     native.di_set_threads(1)
     sys.stdout.write("done\n")
 

@@ -51,10 +51,11 @@ class Unfused:
 
 @frozen
 class Quantized:
-    """A checkpoint whose matrices are packed."""
+    """A checkpoint whose matrices are packed; damaged, their blocks are random bits."""
 
     inner: SafetensorsCheckpoint
     kind: str
+    damaged: bool = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -66,6 +67,9 @@ class Quantized:
         kind = gguf.GGMLQuantizationType[self.kind.upper()]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         data = torch.from_numpy(gguf.quantize(weight.float().numpy(), kind))
+        if self.damaged:
+            generator = torch.Generator().manual_seed(len(name))
+            data = torch.randint(0, 256, data.shape, generator=generator, dtype=torch.uint8)
         shape = (weight.shape[0], weight.shape[1])
         return PackedTensor(
             format=self.kind, data=data, shape=shape, block_size=block, bytes_per_block=size
@@ -123,6 +127,17 @@ def test_the_core_s_own_kernels_agree(variant: Path) -> None:
     expected = ModelHarness(variant, num_pages=32, page_size=8).logits(TOKENS)
     found = harness(variant).logits(TOKENS)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_damaged_blocks_give_numbers_not_a_crash(tmp_path: Path, kind: str, experts: bool) -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5, "num_experts_per_tok": 2}
+    config = {**SIZES, **({**moe, "moe_intermediate_size": 32} if experts else {})}
+    plain = SafetensorsCheckpoint(write_tiny_model(tmp_path, **config))
+    for kernels in (CpuKernels(), Unfused()):
+        made = harness(Quantized(plain, kind, damaged=True), kernels)
+        assert made.logits(TOKENS, [9, 1, 1, 10]).shape[0] == len(TOKENS)
 
 
 def test_rows_do_not_depend_on_their_batch(variant: Path) -> None:

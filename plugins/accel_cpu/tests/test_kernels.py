@@ -17,7 +17,7 @@ from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.testing.contracts import KernelsContract
 from deepinfer_cpu import KernelsConfig, library
 from deepinfer_cpu.kernels import CpuKernels, build
-from deepinfer_cpu.ops import NativeEmbedding, NativeLinear
+from deepinfer_cpu.ops import NativeEmbedding, NativeLinear, SharedEmbedding
 
 Packed = Callable[..., PackedTensor]
 FORMATS = ("q4_0", "q4_1", "q8_0")
@@ -100,7 +100,7 @@ def test_dense_weights_are_kept_as_stored(native: Any, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("kind", FORMATS)
 def test_embeddings_are_the_rows_bit_for_bit(native: Any, packed: Packed, kind: str) -> None:
     weight = packed(kind, 70, 64)
-    op = NativeEmbedding(native, torch.float32)
+    op = SharedEmbedding(native, torch.float32)
     ids = torch.tensor([69, 0, 17, 17])
     expected = dequantize(weight.data, kind, weight.shape)[ids]
     assert torch.equal(op.run(ids, op.prepare(weight)), expected)

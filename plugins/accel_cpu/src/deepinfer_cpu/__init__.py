@@ -18,14 +18,20 @@ class KernelsConfig:
     """Options of kernel set ``cpu``.
 
     Attributes:
-        level: instruction level ("portable", "avx2", "avx512", "amx"); "" = the best that runs
-            here.
+        level: instruction level ("portable", "avx2", "avx512", "amx", "neon", "dotprod"); "" = the
+            best that runs here.
         activation_bits: of the activations that meet weights of 4 bits in attention's output and
             in feed-forwards: 8, with a scale for every 16 numbers, or 16. All others have 16.
+        w8a8: multiply with 8 bits a number, one scale for each output of a weight and for each row.
+            Less exact than any other format, and labelled so in plans; figures are in
+            ``docs/performance.md``.
+        pin: keep helping threads on processors of their own; for a machine that nothing else uses.
     """
 
     level: str = field(default="", validator=validators.in_(("", *LEVELS)))
     activation_bits: int = field(default=16, validator=validators.in_((8, 16)))
+    w8a8: bool = field(default=False, validator=validators.instance_of(bool))
+    pin: bool = field(default=False, validator=validators.instance_of(bool))
 
 
 def _why_not() -> str | None:

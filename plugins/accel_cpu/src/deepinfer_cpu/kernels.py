@@ -9,7 +9,8 @@ import torch
 
 from deepinfer_core.components import Priority
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
-from deepinfer_cpu import library, ops
+from deepinfer_cpu import experts, library, ops
+from deepinfer_cpu.channel_linear import NativeChannelLinear
 from deepinfer_cpu.decoder import NativeDecoderLayers
 from deepinfer_cpu.weights import PACKED_FORMATS
 
@@ -37,25 +38,35 @@ class CpuKernels:
     Args:
         level: instruction level, "" = the best.
         activation_bits: of activations that may be rounded, where weights have 4 bits.
+        w8a8: whether "linear" has 8 bits a number.
     """
 
-    def __init__(self, level: str = "", activation_bits: int = 16) -> None:
+    def __init__(self, level: str = "", activation_bits: int = 16, *, w8a8: bool = False) -> None:
         self._library, self._bits = library.load(level), activation_bits
         self._level = library.level_of(self._library)
+        self._w8a8 = w8a8
 
     def providers(self) -> Sequence[OpProvider]:
         """One provider an op, named by the instruction level."""
         native, bits = self._library, self._bits
         makers: dict[str, Callable[[OpFacts], Any]] = {
             "linear": lambda facts: ops.NativeLinear(native, bits),
-            "embedding": lambda facts: ops.NativeEmbedding(native, getattr(torch, facts.dtype)),
+            "embedding": lambda facts: ops.SharedEmbedding(native, getattr(torch, facts.dtype)),
             "rms_norm": lambda facts: ops.NativeRmsNorm(native),
             "add_rms_norm": lambda facts: ops.NativeAddRmsNorm(native),
             "rope": lambda facts: ops.NativeRope(native),
             "silu_mul": lambda facts: ops.NativeSiluMul(native),
             "draw": lambda facts: ops.NativeDraw(native),
+            "moe_experts": lambda facts: experts.NativeExperts(native),
         }
-        return [
+        named = dict.fromkeys(makers, self._level)
+        if self._w8a8:
+            makers["linear"] = lambda facts: NativeChannelLinear(native)
+            makers["embedding"] = lambda facts: ops.NativeEmbedding(
+                native, getattr(torch, facts.dtype)
+            )
+            named["linear"] = f"{self._level}_w8a8"
+        fused = [
             OpProvider(
                 op="decoder_layers",
                 name=self._level,
@@ -65,10 +76,11 @@ class CpuKernels:
                 batch_invariant=True,
                 handles_of=("linear", "embedding"),
             ),
-        ] + [
+        ]
+        single = [
             OpProvider(
                 op=op,
-                name=self._level,
+                name=named[op],
                 build=make,
                 why_not=objection,
                 priority=Priority.SPECIALIZED + 1,
@@ -76,10 +88,14 @@ class CpuKernels:
             )
             for op, make in makers.items()
         ]
+        # A whole pass in one call knows panels of groups only.
+        return single if self._w8a8 else [*fused, *single]
 
 
 def build(config: Any, context: KernelsContext) -> CpuKernels:
     """Make the set; as many threads as torch was told to use."""
-    kernels = CpuKernels(config.level, config.activation_bits)
-    library.load(config.level).di_set_threads(torch.get_num_threads())
+    kernels = CpuKernels(config.level, config.activation_bits, w8a8=config.w8a8)
+    native = library.load(config.level)
+    native.di_set_pinned(config.pin)
+    native.di_set_threads(torch.get_num_threads())
     return kernels

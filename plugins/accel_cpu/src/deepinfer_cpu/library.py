@@ -26,6 +26,10 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "di_rope": (None, (_P, _I, _I, _P, _P, _I, _I, _I, _I, _P)),
     "di_decoder": (None, (_P, _P)),
     "di_draw": (None, (_P, _I, _I, _I, _P, _P, _P)),
+    "di_channel_bytes": (_I, (_P,)),
+    "di_channel_pack": (None, (_P, _P)),
+    "di_channel_linear": (None, (_P, _P, _I, _I, _P, _I)),
+    "di_experts": (_I, (_P, _P, _I, _P, _P, _I, _I, _P)),
     "di_silu_mul": (None, (_P, _I, _I, _I, _P)),
 }
 """Entry point -> (result, arguments); ctypes would pass whole numbers as 32 bits otherwise."""

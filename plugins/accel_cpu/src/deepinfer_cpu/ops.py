@@ -63,7 +63,7 @@ class NativeLinear(_Op):
 
 
 class NativeEmbedding(_Op):
-    """``Embedding`` from the panels of a linear, so that a tied head is kept once."""
+    """``Embedding`` from panels."""
 
     packed_formats = PACKED_FORMATS
 
@@ -75,10 +75,6 @@ class NativeEmbedding(_Op):
         """Repack."""
         return pack(self._library, self._memory, weight)
 
-    def from_linear(self, handle: PackedWeight) -> PackedWeight:
-        """Share what the linear op packed."""
-        return handle
-
     def run(self, token_ids: Tensor, handle: PackedWeight) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""
         if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < handle.n:
@@ -87,6 +83,14 @@ class NativeEmbedding(_Op):
         out = torch.empty(ids.shape[0], handle.k)
         self._library.di_embedding(handle.reference, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out.to(self._dtype)
+
+
+class SharedEmbedding(NativeEmbedding):
+    """``Embedding`` from the panels of a linear, so that a tied head is kept once."""
+
+    def from_linear(self, handle: PackedWeight) -> PackedWeight:
+        """Share what the linear op packed."""
+        return handle
 
 
 class NativeRmsNorm(_Op):

@@ -82,6 +82,33 @@ class DrawRow(ctypes.Structure):
     )
 
 
+class ChannelLinear(ctypes.Structure):
+    """``di::ChannelLinear`` of ``gemm_channel.h``: a weight of 8 bits with a scale an output."""
+
+    _fields_ = (
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+    )
+
+
+class Experts(ctypes.Structure):
+    """``di::Experts`` of ``experts.h``: the feed-forward experts of a layer."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("count", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("offset", c_float),
+        ("reserved", c_int32),
+    )
+
+
 class DecoderLayer(ctypes.Structure):
     """``di::DecoderLayer`` of ``decoder.h``."""
 

@@ -38,16 +38,21 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t half) {
 
 inline f32v silu(f32v x) { return x / (splat(1.0f) + vexp(-x)); }
 
-// silu(gate) * up for `size` numbers; every number is computed alike wherever it stands.
-inline void silu_mul(const float* gate, const float* up, int64_t size, float* out) {
+// out = f(a, b) for `size` numbers; every number is computed alike wherever it stands.
+template <typename F>
+inline void each_vector(int64_t size, const float* a, const float* b, float* out, F&& f) {
   int64_t i = 0;
-  for (; i + F32S <= size; i += F32S) store(out + i, silu(load(gate + i)) * load(up + i));
+  for (; i + F32S <= size; i += F32S) store(out + i, f(load(a + i), load(b + i)));
   if (i == size) return;
   float parts[2][F32S] = {};
-  std::memcpy(parts[0], gate + i, size_t(size - i) * 4);
-  std::memcpy(parts[1], up + i, size_t(size - i) * 4);
-  store(parts[0], silu(load(parts[0])) * load(parts[1]));
+  std::memcpy(parts[0], a + i, size_t(size - i) * 4);
+  std::memcpy(parts[1], b + i, size_t(size - i) * 4);
+  store(parts[0], f(load(parts[0]), load(parts[1])));
   std::memcpy(out + i, parts[0], size_t(size - i) * 4);
+}
+
+inline void silu_mul(const float* gate, const float* up, int64_t size, float* out) {
+  each_vector(size, gate, up, out, [](f32v g, f32v u) { return silu(g) * u; });
 }
 
 }  // namespace di

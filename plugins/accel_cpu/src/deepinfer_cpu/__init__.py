@@ -10,7 +10,7 @@ from deepinfer_core import Component, Feature, Priority, hookimpl
 
 DEEPINFER_API = 1
 
-LEVELS = ("portable", "avx2", "avx512", "amx")
+LEVELS = ("portable", "avx2", "avx512", "amx", "neon", "dotprod")
 
 
 @frozen(kw_only=True)

@@ -34,12 +34,16 @@ _AVX512 = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16",
 )  # fmt: skip
 _AMX = (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_NEON = ("-DDI_WANT_NEON",)
+_X86, _ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 
 LEVELS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": ((), ()),
-    "avx2": (_AVX2, ("x86_64", "AMD64")),
-    "avx512": (_AVX512, ("x86_64", "AMD64")),
-    "amx": (_AMX, ("x86_64", "AMD64")),
+    "avx2": (_AVX2, _X86),
+    "avx512": (_AVX512, _X86),
+    "amx": (_AMX, _X86),
+    "neon": (_NEON, _ARM),
+    "dotprod": ((*_NEON, "-march=armv8.2-a+dotprod"), _ARM),
 }
 """Level -> (compiler options, machines it is for; none = all), worst first."""
 
@@ -98,17 +102,21 @@ def build(
     return Built(libraries, reasons)
 
 
+def flags(level: str) -> tuple[str, ...]:
+    """Compiler options of a level."""
+    return (*_COMMON, *LEVELS[level][0], f'-DDI_LEVEL="{level}"')
+
+
 def _level(level: str, target: Path, compiler: str, extra: tuple[str, ...], jobs: int) -> Path:
-    options, machines = LEVELS[level]
+    machines = LEVELS[level][1]
     if machines and platform.machine() not in machines:
         raise BuildError(f"level {level} is for {machines[0]}, this is {platform.machine()}")
-    flags = (*_COMMON, *options, *extra, f'-DDI_LEVEL="{level}"')
     library = target / f"{level}.so"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         units = sorted(SOURCES.glob("*.cpp"))
         objects = [Path(folder, unit.stem + ".o") for unit in units]
         commands = (
-            (compiler, *flags, "-c", str(unit), "-o", str(out))
+            (compiler, *flags(level), *extra, "-c", str(unit), "-o", str(out))
             for unit, out in zip(units, objects, strict=True)
         )
         list(pool.map(_run, commands))

@@ -5,6 +5,9 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 // The level this library was compiled for.
@@ -40,7 +43,7 @@ bool has_amx() {
 }  // namespace
 #endif
 
-// Bits: 1 portable, 2 avx2, 4 avx512, 8 amx.
+// Bits: 1 portable, 2 avx2, 4 avx512, 8 amx, 16 neon, 32 dotprod.
 DI_EXPORT int32_t di_levels() {
   int32_t levels = 1;
 #if defined(__x86_64__)
@@ -48,6 +51,11 @@ DI_EXPORT int32_t di_levels() {
   if (has_avx2()) levels |= 2;
   if (has_avx512()) levels |= 4;
   if (has_amx()) levels |= 8;
+#elif defined(__aarch64__)
+  levels |= 16;
+#if defined(__linux__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) levels |= 32;
+#endif
 #endif
   return levels;
 }

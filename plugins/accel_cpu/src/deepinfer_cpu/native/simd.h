@@ -10,6 +10,8 @@ namespace di {
 
 #if DI_AVX512
 constexpr int F32S = 16;
+#elif DI_NEON
+constexpr int F32S = 4;
 #else
 constexpr int F32S = 8;
 #endif
@@ -30,6 +32,8 @@ inline f32v splat(float x) {
   return (f32v)_mm512_set1_ps(x);
 #elif DI_AVX2
   return (f32v)_mm256_set1_ps(x);
+#elif DI_NEON
+  return (f32v)vdupq_n_f32(x);
 #else
   return f32v{x, x, x, x, x, x, x, x};
 #endif
@@ -40,6 +44,8 @@ inline f32v fma(f32v a, f32v b, f32v c) {
   return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif DI_AVX2
   return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif DI_NEON
+  return (f32v)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -55,6 +61,8 @@ inline f32v load_bf16(const uint16_t* p) {
 #elif DI_AVX2
   __m128i raw = _mm_loadu_si128((const __m128i*)p);
   return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+#elif DI_NEON
+  return (f32v)vshll_n_u16(vld1_u16(p), 16);
 #else
   f32v v;
   for (int i = 0; i < F32S; i++) v[i] = from_bf16(p[i]);
@@ -67,6 +75,8 @@ inline f32v load_f16(const uint16_t* p) {
   return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif DI_AVX2
   return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif DI_NEON
+  return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
   f32v v;
   for (int i = 0; i < F32S; i++) v[i] = from_f16(p[i]);

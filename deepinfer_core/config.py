@@ -149,8 +149,14 @@ class PluginsConfig:
     load: tuple[str, ...] = field(default=(), converter=_names)
 
 
-def _number(low: float, *, optional: bool = False, kind: type = int) -> Callable[..., None]:
-    """Make a validator: a number of the kind, at least ``low`` (above it, for floats)."""
+MOST_THREADS = 1024
+"""More computing threads than any machine has cores for; asking for too many ends a process."""
+
+
+def _number(
+    low: float, *, high: float = float("inf"), optional: bool = False, kind: type = int
+) -> Callable[..., None]:
+    """Make a validator: a number of the kind from ``low`` (above it, for floats) to ``high``."""
 
     def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value is None and optional:
@@ -160,6 +166,8 @@ def _number(low: float, *, optional: bool = False, kind: type = int) -> Callable
             raise ConfigError(f"{attribute.name!r} must be {what}: {value!r}")
         if kind is int and value < low:
             raise ConfigError(f"{attribute.name!r} must be >= {low}: {value}")
+        if kind is int and value > high:
+            raise ConfigError(f"{attribute.name!r} must be <= {high}: {value}")
         if kind is float and not low < value < float("inf"):
             raise ConfigError(f"{attribute.name!r} must be above {low} and finite: {value}")
 
@@ -194,7 +202,7 @@ class EngineOptions:
         step_retries: how often a failed step is repeated without the rows admitted in it before the
             failure is bisected.
         deadline_s: seconds after which a request that says nothing else ends; unset = never.
-        num_threads: host threads for computing, 0 = the device's choice.
+        num_threads: host threads for computing, at most 1024; 0 = the device's choice.
     """
 
     max_batch_tokens: int = field(default=2048, validator=_number(1))
@@ -213,7 +221,7 @@ class EngineOptions:
     grammar_max_bytes: int = field(default=1 << 18, validator=_number(1))
     step_retries: int = field(default=1, validator=_number(0))
     deadline_s: float | None = field(default=None, validator=_number(0, optional=True, kind=float))
-    num_threads: int = field(default=0, validator=_number(0))
+    num_threads: int = field(default=0, validator=_number(0, high=MOST_THREADS))
 
     @page_size.validator
     def _check_page_size(self, attribute: attrs.Attribute[int], value: int) -> None:

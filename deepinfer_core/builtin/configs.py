@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.config import MOST_THREADS
+
 _POSITIVE = validators.gt(0.0)
 _NOT_NEGATIVE = validators.ge(0)
 
@@ -75,7 +77,7 @@ class CpuConfig:
     """Options of accelerator ``cpu``.
 
     Attributes:
-        threads: computing threads; 0 = one for each core this process may use.
+        threads: computing threads, at most 1024; 0 = one for each core this process may use.
     """
 
-    threads: int = field(default=0, validator=_NOT_NEGATIVE)
+    threads: int = field(default=0, validator=[_NOT_NEGATIVE, validators.le(MOST_THREADS)])

@@ -20,7 +20,7 @@ from attrs import frozen
 from deepinfer_core.cli.bench_quality import quality
 from deepinfer_core.cli.bench_replay import replay
 from deepinfer_core.cli.bench_spec import spec
-from deepinfer_core.cli.options import EngineArgs, engine_options
+from deepinfer_core.cli.options import EngineArgs, FiniteRange, engine_options
 
 if TYPE_CHECKING:
     from deepinfer_core.bench.reports import Bench
@@ -164,7 +164,11 @@ def latency(*, input_tokens: int, output_tokens: int, bench_args: BenchArgs) -> 
 @output_tokens
 @click.option("--requests", type=POSITIVE, default=32, show_default=True, help="In each run.")
 @click.option("--concurrency", type=POSITIVE, help="Requests at a time.  [default: all]")
-@click.option("--rate", type=float, help="Requests per second, instead of --concurrency.")
+@click.option(
+    "--rate",
+    type=FiniteRange(min=0, min_open=True),
+    help="Requests per second, instead of --concurrency.",
+)
 @bench_options
 def throughput(
     *,

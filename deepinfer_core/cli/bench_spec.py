@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
-from deepinfer_core.cli.options import EngineArgs, engine_options
+from deepinfer_core.cli.options import EngineArgs, FiniteRange, engine_options
 
 if TYPE_CHECKING:
     from deepinfer_core.bench.speculation import Policy
@@ -52,7 +52,7 @@ def read_policy(text: str) -> Policy:
 @click.option("--concurrency", default="1,4,16", show_default=True, help="Requests at a time.")
 @click.option("--max-tokens", type=POSITIVE, default=128, show_default=True, help="Of an answer.")
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of all."
+    "--temperature", type=FiniteRange(min=0), default=0.0, show_default=True, help="Of all."
 )
 @click.option(
     "--baseline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers; "nan" and "inf" are none, which `click.FloatRange` lets through."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse what is not finite, and what lies outside."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 @frozen(kw_only=True)
@@ -135,7 +149,7 @@ _SAMPLING = (
     click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens to generate, at most."),
     click.option(
         "--temperature",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         help="Randomness of the choice; 0 takes the likeliest token.",
     ),
     click.option("--seed", type=click.IntRange(min=0), help="Seed of the random choices."),

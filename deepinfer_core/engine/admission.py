@@ -77,7 +77,8 @@ def admit(request: Request, limits: Limits, num_waiting: int) -> int:
     if must > limits.capacity:
         raise AdmissionError(
             f"{name} needs room for {must} tokens, but the whole KV cache holds "
-            f"{limits.capacity}; ask for fewer tokens, or raise engine.kv_memory_bytes"
+            f"{limits.capacity}; ask for fewer tokens, or give it more room "
+            "(engine.kv_memory_bytes, or engine.kv_pages where that is set)"
         )
     if num_waiting >= limits.max_waiting + 1:
         raise AdmissionError(

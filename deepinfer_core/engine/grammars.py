@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import AdmissionError, RequestError
 from deepinfer_core.interfaces.constraint import Constraint, Matcher
 from deepinfer_core.structured import StructuredOutput
 
@@ -65,8 +65,8 @@ class Grammars:
             )
         if self._constraint is None:
             raise RequestError(
-                "structured output needs a constraint, and this engine has none: install a plugin "
-                "that offers one, such as deepinfer-recipe"
+                "structured output needs a constraint, and this engine has none: install one, such "
+                "as 'deepinfer-recipe[xgrammar]'"
             )
         with self._lock:
             found = self._kept.get(key)
@@ -83,19 +83,29 @@ class Grammars:
             while len(self._kept) > KEPT_GRAMMARS:
                 self._kept.popitem(last=False)
             self._queue.append((structured, future))
-            self._start_next()
+        self._start_next()
         return future
 
     def _start_next(self) -> None:
-        """Give free workers something to do; the lock is held."""
-        while self._queue and len(self._running) < WORKERS:
-            structured, future = self._queue.popleft()
-            self._running.add(future)
+        """Give free workers something to do."""
+        while True:
+            with self._lock:
+                if not self._queue or len(self._running) >= WORKERS:
+                    return
+                structured, future = self._queue.popleft()
+                self._running.add(future)
             timer = threading.Timer(self._timeout_s, self._give_up, (structured, future))
             timer.daemon = True
-            timer.start()
             work = partial(self._work, structured, future, timer)
-            threading.Thread(target=work, name="deepinfer-grammar", daemon=True).start()
+            try:
+                timer.start()
+                threading.Thread(target=work, name="deepinfer-grammar", daemon=True).start()
+            except RuntimeError as error:  # what waits for the future must not wait for ever
+                timer.cancel()
+                with self._lock:
+                    self._running.discard(future)
+                refusal = f"the {structured.kind} cannot be compiled now ({error}); try again later"
+                _end(future, None, AdmissionError(refusal, busy=True))
 
     def _work(
         self, structured: StructuredOutput, future: Future[Matcher], timer: threading.Timer
@@ -133,8 +143,8 @@ class Grammars:
                 return False
             self._running.remove(future)
             self._stuck += stuck
-            self._start_next()
-            return True
+        self._start_next()
+        return True
 
 
 def _end(future: Future[Matcher], matcher: Matcher | None, error: Exception | None) -> None:

@@ -213,6 +213,23 @@ def test_a_grammar_that_takes_too_long_is_given_up(make_engine: Any, drive: Any)
     HangingConstraint.gate.set()
 
 
+def test_a_machine_without_threads_refuses_a_grammar_and_goes_on(
+    make_engine: Any, drive: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = drive(make_engine(**composed()))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        driver.submit("early", [1], max_tokens=9, structured=choice("no"))
+        error = driver.run(limit=1000)["early"].error
+    assert "cannot be compiled now (can't start new thread); try again later" in error
+    driver.submit("late", [1], max_tokens=9, structured=choice("no"))
+    assert driver.run(limit=100_000)["late"].text == "no"
+
+
 def test_each_grammar_is_compiled_once() -> None:
     compiled = []
 

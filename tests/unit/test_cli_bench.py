@@ -338,7 +338,7 @@ def test_other_pictures_are_refused(tmp_path: Path) -> None:
         (["pareto", "--rate", "1,inf"], "not a list of numbers"),
         (["pareto", "--rate", "1", "--concurrency", "1"], "either --concurrency or --rate"),
         (["throughput", "--rate", "1", "--concurrency", "1"], "give one of them"),
-        (["throughput", "--rate", "-1"], "rate must be above 0"),
+        (["throughput", "--rate", "-1"], "--rate"),
         (["latency", "--repeats", "0"], "--repeats"),
         (["latency", "--output-tokens", "0"], "--output-tokens"),
         (["pareto", "--output", "/dev/null/x"], "cannot make"),

@@ -389,6 +389,7 @@ plugins_config: Any = PluginsConfig
         (lambda: engine_config(model=""), "'model' must be"),
         (lambda: engine_config(model=5), "'model' must be"),
         (lambda: engine_config(seed=-1), "'seed' must be >= 0"),
+        (lambda: EngineOptions(num_threads=10**6), "'num_threads' must be <= 1024: 1000000"),
         (lambda: engine_config(seed=1.5), "'seed' must be an integer"),
         (lambda: engine_config(seed=True), "'seed' must be an integer"),
         (lambda: engine_config(dtype="int4"), "'dtype' must be one of"),

@@ -116,3 +116,11 @@ def test_the_command_computes_the_ratio_of_a_model(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(args: list[str]) -> None:
     result = CliRunner().invoke(cost, args)
     assert isinstance(result.exception, RequestError), result.output
+
+
+@pytest.mark.parametrize("option", ["--hit-rate", "--price-hit", "--per-dollar", "--decode-rate"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(option: str, value: str) -> None:
+    result = CliRunner().invoke(cost, ["--hit-rate", "0.5", option, value])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output

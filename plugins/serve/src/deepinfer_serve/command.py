@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepinfer_core.cli.main import EngineArgs, engine_options
+from deepinfer_core.cli.options import FiniteRange
 from deepinfer_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drain-timeout",
     "drain_timeout_s",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=30.0,
     show_default=True,
     help="Seconds that running requests get after SIGTERM.",
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 @click.option(
     "--response-ttl",
     "response_ttl_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=86_400.0,
     show_default=True,
     help="Seconds that a response can be continued or fetched.",

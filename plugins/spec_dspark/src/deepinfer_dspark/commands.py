@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from deepinfer_core.cli.options import FiniteRange
+
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 LAYERS = "8,19,28"
@@ -61,7 +63,7 @@ def _show(figures: Mapping[str, Any]) -> None:
 @click.option("--rounds", type=POSITIVE, default=2, show_default=True, help="Answers a prompt.")
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.7,
     show_default=True,
     help="Of answers after the first.",
@@ -131,15 +133,21 @@ def answers(
 @click.option("--anchors", type=POSITIVE, default=48, show_default=True, help="Blocks a text.")
 @click.option(
     "--single-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.5,
     show_default=True,
     help="Steps that train first drafts only.",
 )
-@click.option("--learning-rate", type=float, default=6e-4, show_default=True, help="At its peak.")
+@click.option(
+    "--learning-rate",
+    type=FiniteRange(min=0),
+    default=6e-4,
+    show_default=True,
+    help="At its peak.",
+)
 @click.option(
     "--decay-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.3,
     show_default=True,
     help="Last steps, as a share of all, in which the learning rate falls to 0.",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepinfer_core.cli.options import EngineArgs, engine_options
+from deepinfer_core.cli.options import EngineArgs, FiniteRange, engine_options
 from deepinfer_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def ls(directory: Path | None, with_pages: bool, as_json: bool, engine_args: Eng
 @cache.command("purge")
 @_DIRECTORY
 @click.option("--namespace", metavar="ID", help="Only of this model and layout, see `ls`.")
-@click.option("--older", type=click.FloatRange(min=0), metavar="SECONDS", help="Not used for long.")
+@click.option("--older", type=FiniteRange(min=0), metavar="SECONDS", help="Not used for long.")
 @click.option("--all", "everything", is_flag=True, help="All of it.")
 @_JSON
 @engine_options

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from deepinfer_core.cli.options import EngineArgs, engine_options
+from deepinfer_core.cli.options import EngineArgs, FiniteRange, engine_options
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.cost import PrefillCost
 from deepinfer_prefix.economics import Fleet, Prices, Tokens, read_trace
@@ -26,32 +26,32 @@ RATIO_TOKENS = (1024, 2048, 8192)
 @click.option("--prompt-tokens", type=click.IntRange(min=0), help="Instead of a trace: counters.")
 @click.option("--cached-tokens", type=click.IntRange(min=0), help="Prompt tokens from the cache.")
 @click.option("--output-tokens", type=click.IntRange(min=0), default=0, help="Generated tokens.")
-@click.option("--hit-rate", type=click.FloatRange(0, 1), help="Instead of counters: a share.")
+@click.option("--hit-rate", type=FiniteRange(0, 1), help="Instead of counters: a share.")
 @click.option(
     "--price-hit",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.02,
     show_default=True,
     help="Per million prompt tokens from the cache.",
 )
 @click.option(
     "--price-miss",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=1.0,
     show_default=True,
     help="Per million other prompt tokens.",
 )
 @click.option(
     "--price-output",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=4.0,
     show_default=True,
     help="Per million generated tokens.",
 )
-@click.option("--prefill-rate", type=click.FloatRange(min=0), help="Prompt tokens/s of a card.")
-@click.option("--decode-rate", type=click.FloatRange(min=0), help="Generated tokens/s of a card.")
+@click.option("--prefill-rate", type=FiniteRange(min=0), help="Prompt tokens/s of a card.")
+@click.option("--decode-rate", type=FiniteRange(min=0), help="Generated tokens/s of a card.")
 @click.option("--cards", default="1:1", show_default=True, help="Cards, PREFILL:DECODE.")
-@click.option("--per-dollar", type=click.FloatRange(min=0.0001), help="Of the currency of prices.")
+@click.option("--per-dollar", type=FiniteRange(min=0.0001), help="Of the currency of prices.")
 @click.option(
     "--tokens",
     "lengths",

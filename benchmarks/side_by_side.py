@@ -29,6 +29,7 @@ from typing import Any
 
 PROMPT, NEW = 128, 128
 BATCHES = (1, 8, 32)
+Batches = tuple[int, ...]
 PREFILL = 2048
 ENGINES = ("deepinfer", "deepinfer-fast", "transformers-bf16", "transformers-fp32")
 
@@ -55,7 +56,7 @@ class Prompts:
         return taken
 
 
-def run_deepinfer(model: str, threads: int, *, fast: bool) -> dict[str, Any]:
+def run_deepinfer(model: str, threads: int, batches: Batches, *, fast: bool) -> dict[str, Any]:
     """One process of ours."""
     from deepinfer_core.config import EngineConfig, EngineOptions
     from deepinfer_core.engine.engine import Engine
@@ -83,12 +84,12 @@ def run_deepinfer(model: str, threads: int, *, fast: bool) -> dict[str, Any]:
 
     plan = engine.plan.details
     return {
-        **measure(generate, prompts),
+        **measure(generate, prompts, batches),
         "plan": {k: plan[k] for k in ("dtype", "invariant", "ops")},
     }
 
 
-def run_transformers(model: str, threads: int, dtype: str) -> dict[str, Any]:
+def run_transformers(model: str, threads: int, batches: Batches, dtype: str) -> dict[str, Any]:
     """One process of the peer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
@@ -119,14 +120,14 @@ def run_transformers(model: str, threads: int, dtype: str) -> dict[str, Any]:
         )  # fmt: skip
         return stamp.times[0] - start, time.perf_counter() - start
 
-    return measure(generate, prompts)
+    return measure(generate, prompts, batches)
 
 
-def measure(generate: Any, prompts: Prompts) -> dict[str, float]:
+def measure(generate: Any, prompts: Prompts, batches: Batches) -> dict[str, float]:
     """Run the workloads; tokens a second."""
     generate([prompts.take(PROMPT)], 8)
     found = {}
-    for size in BATCHES:
+    for size in batches:
         first, total = generate([prompts.take(PROMPT) for _ in range(size)], NEW)
         found[f"batch {size}"] = size * NEW / total
         found[f"batch {size}, decode only"] = size * (NEW - 1) / (total - first)
@@ -135,7 +136,7 @@ def measure(generate: Any, prompts: Prompts) -> dict[str, float]:
     return found
 
 
-def run_limits(threads: int) -> dict[str, float]:
+def run_limits(threads: int, batches: Batches) -> dict[str, float]:
     """The kernel table: linear layers of SmolLM2-135M alone, as tokens a second."""
     import torch
 
@@ -160,20 +161,25 @@ def run_limits(threads: int) -> dict[str, float]:
                 times.append(time.perf_counter() - start)
             return statistics.median(times)
 
-        found = {f"batch {n}, decode only": n / seconds(n, n) for n in BATCHES}
+        found = {f"batch {n}, decode only": n / seconds(n, n) for n in batches}
         found[f"prefill {PREFILL}"] = PREFILL / seconds(PREFILL, 1)
     return found
 
 
+def batch_sizes(text: str) -> Batches:
+    """Read "1,8"."""
+    return tuple(map(int, text.split(",")))
+
+
 def child(arguments: argparse.Namespace) -> dict[str, Any]:
     """What one fresh process does."""
-    kind = arguments.child
+    kind, how = arguments.child, (arguments.threads, arguments.batches)
     if kind == "limits":
-        return run_limits(arguments.threads)
+        return run_limits(*how)
     if kind.startswith("deepinfer"):
-        return run_deepinfer(arguments.model, arguments.threads, fast=kind != "deepinfer")
+        return run_deepinfer(arguments.model, *how, fast=kind != "deepinfer")
     dtype = {"bf16": "bfloat16", "fp32": "float32"}[kind.split("-")[1]]
-    return run_transformers(arguments.model, arguments.threads, dtype)
+    return run_transformers(arguments.model, *how, dtype)
 
 
 def main() -> None:
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--batches", type=batch_sizes, default=BATCHES, help="such as 1,8")
     parser.add_argument("--json", type=Path, help="where to write every sample")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -195,6 +202,7 @@ def main() -> None:
         for kind in kinds:
             command = [sys.executable, __file__, "--model", arguments.model]
             command += ["--threads", str(arguments.threads), "--child", kind]
+            command += ["--batches", ",".join(map(str, arguments.batches))]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(f"{kind} failed:\n{done.stderr[-2000:]}")

@@ -280,26 +280,32 @@ def test_reading_what_arrives_lets_the_loop_run() -> None:
 
 
 def test_leaving_a_with_block_ends_the_request() -> None:
-    scripted = ScriptedEngine(before_step=lambda step: None)
+    gate = Gate()
+    scripted = ScriptedEngine(before_step=gate)
 
     async def body(engine: AsyncEngine) -> list[str]:
         params = SamplingParams(ignore_eos=True)
+        gate.let(1)
         async with engine.generate("abc", params, request_id="left") as stream:
             async for _ in stream:
                 break
+        gate.open()
         return await aborted(engine, scripted)
 
     assert run(scripted, body) == ["left"]
 
 
 def test_a_forgotten_stream_ends_its_request() -> None:
-    scripted = ScriptedEngine()
+    gate = Gate()
+    scripted = ScriptedEngine(before_step=gate)
 
     async def body(engine: AsyncEngine) -> list[str]:
         stream = engine.generate("abc", SamplingParams(ignore_eos=True), request_id="lost")
+        gate.let(1)
         await anext(stream)
         del stream
         gc.collect()
+        gate.open()
         return await aborted(engine, scripted)
 
     assert run(scripted, body) == ["lost"]

@@ -7,24 +7,23 @@ configured by environment variables except the accelerator, see ``apply_environ`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from attrs import field, frozen
 
 from deepinfer_core.components import NoConfig, Slot
 from deepinfer_core.errors import ConfigError
+from deepinfer_core.typed import typed
 
 AUTO = "auto"
 NONE = "none"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-DTYPES = (AUTO, "float32", "bfloat16", "float16")
-KV_DTYPES = (AUTO, "float32", "bfloat16", "int8")
 ACCELERATOR_VARIABLE = "DEEPINFER_ACCELERATOR"
 ACCELERATOR_VALUES = {"sm100": "sm100", "nvidia": "sm100", "ascend": "ascend", "cpu": "cpu"}
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, field_transformer=typed)
 class Choice:
     """Which component fills a slot, and its options.
 
@@ -33,6 +32,10 @@ class Choice:
             ``options`` says which.
         options: an object of the component's config class, or the raw table of a file.
     """
+
+    __accepts__: ClassVar[str] = (
+        "a component's name, an object of its config class, or a Choice with both"
+    )
 
     use: str = AUTO
     options: Any = field(factory=dict)
@@ -61,7 +64,7 @@ class Choice:
         return hash(type(self.options).__name__)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class Choices:
     """Which components serve a slot side by side, and their options.
 
@@ -69,6 +72,8 @@ class Choices:
         auto: True leaves the choice to composition; ``picks`` then only carry options.
         picks: the components named, in order.
     """
+
+    __accepts__: ClassVar[str] = "'auto', or a sequence of components, each as one slot takes it"
 
     auto: bool = True
     picks: tuple[Choice, ...] = ()
@@ -110,31 +115,35 @@ class _UseMany:
 
 
 def to_choice(value: Any) -> Any:
-    """Accept a ``Choice``, a component's name, or an object of its config class."""
+    """Accept a ``Choice``, a component's name, or an object of its config class.
+
+    Anything else passes unchanged, for the field's validator to refuse by its name.
+    """
     if isinstance(value, str):
         return Choice(use=value)
-    if attrs.has(type(value)) and not isinstance(value, Choice):
+    if attrs.has(type(value)) and not isinstance(value, Choice | Choices):
         return Choice(use="", options=value)
     return value
 
 
 def to_choices(value: Any) -> Any:
-    """Accept ``Choices``, "auto", or any sequence of what ``to_choice`` accepts."""
+    """Accept ``Choices``, "auto", or what ``to_choice`` accepts, once or in any sequence."""
     if isinstance(value, Choices):
         return value
-    if value == AUTO:
+    if isinstance(value, str) and value == AUTO:
         return Choices()
-    items = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
-    return Choices(auto=False, picks=tuple(to_choice(item) for item in items))
+    single = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    picks = tuple(map(to_choice, [value] if single else value))
+    fitting = all(isinstance(pick, Choice) for pick in picks)
+    return Choices(auto=False, picks=picks) if fitting else value
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"expected names in a sequence, got {value!r}")
-    return tuple(value)
+def _names(value: Any) -> Any:
+    single = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    return value if single else tuple(value)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class PluginsConfig:
     """The table ``[plugins]``.
 
@@ -153,28 +162,24 @@ MOST_THREADS = 1024
 """More computing threads than any machine has cores for; asking for too many ends a process."""
 
 
-def _number(
-    low: float, *, high: float = float("inf"), optional: bool = False, kind: type = int
-) -> Callable[..., None]:
-    """Make a validator: a number of the kind from ``low`` (above it, for floats) to ``high``."""
+def _from(low: int, *, high: float = float("inf")) -> Callable[..., None]:
+    """Make a validator: a number from ``low`` to ``high``, where one is given."""
 
-    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float if kind is float else int):
-            what = "an integer" if kind is int else "a number"
-            raise ConfigError(f"{attribute.name!r} must be {what}: {value!r}")
-        if kind is int and value < low:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+        if value is not None and value < low:
             raise ConfigError(f"{attribute.name!r} must be >= {low}: {value}")
-        if kind is int and value > high:
+        if value is not None and value > high:
             raise ConfigError(f"{attribute.name!r} must be <= {high}: {value}")
-        if kind is float and not low < value < float("inf"):
-            raise ConfigError(f"{attribute.name!r} must be above {low} and finite: {value}")
 
     return check
 
 
-@frozen(kw_only=True)
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise ConfigError(f"{attribute.name!r} must be above 0 and finite: {value}")
+
+
+@frozen(kw_only=True, field_transformer=typed)
 class EngineOptions:
     """The table ``[engine]``: limits of the core itself.
 
@@ -205,49 +210,33 @@ class EngineOptions:
         num_threads: host threads for computing, at most 1024; 0 = the device's choice.
     """
 
-    max_batch_tokens: int = field(default=2048, validator=_number(1))
-    max_sequences: int = field(default=256, validator=_number(1))
-    max_waiting: int = field(default=4096, validator=_number(0))
+    max_batch_tokens: int = field(default=2048, validator=_from(1))
+    max_sequences: int = field(default=256, validator=_from(1))
+    max_waiting: int = field(default=4096, validator=_from(0))
     page_size: int = field(default=64)
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = field(default=AUTO)
-    kv_memory_bytes: int | None = field(default=None, validator=_number(1, optional=True))
-    kv_pages: int | None = field(default=None, validator=_number(1, optional=True))
+    kv_memory_bytes: int | None = field(default=None, validator=_from(1))
+    kv_pages: int | None = field(default=None, validator=_from(1))
     memory_fraction: float = field(default=0.5)
     batch_invariant: bool | Literal["auto"] = field(default=AUTO)
     overlap: bool | Literal["auto"] = field(default=AUTO)
-    max_drafts: int = field(default=7, validator=_number(1))
+    max_drafts: int = field(default=7, validator=_from(1))
     verification: Literal["coupled", "rejection"] = field(default="coupled")
-    grammar_timeout_s: float = field(default=10.0, validator=_number(0, kind=float))
-    grammar_max_bytes: int = field(default=1 << 18, validator=_number(1))
-    step_retries: int = field(default=1, validator=_number(0))
-    deadline_s: float | None = field(default=None, validator=_number(0, optional=True, kind=float))
-    num_threads: int = field(default=0, validator=_number(0, high=MOST_THREADS))
+    grammar_timeout_s: float = field(default=10.0, validator=_positive)
+    grammar_max_bytes: int = field(default=1 << 18, validator=_from(1))
+    step_retries: int = field(default=1, validator=_from(0))
+    deadline_s: float | None = field(default=None, validator=_positive)
+    num_threads: int = field(default=0, validator=_from(0, high=MOST_THREADS))
 
     @page_size.validator
     def _check_page_size(self, attribute: attrs.Attribute[int], value: int) -> None:
         if not 1 <= value <= 4096 or value & (value - 1):
             raise ConfigError(f"'page_size' must be a power of two from 1 to 4096: {value}")
 
-    @kv_dtype.validator
-    def _check_kv_dtype(self, attribute: attrs.Attribute[str], value: Any) -> None:
-        if value not in KV_DTYPES:
-            raise ConfigError(f"'kv_dtype' must be one of {', '.join(KV_DTYPES)}: {value!r}")
-
     @memory_fraction.validator
     def _check_fraction(self, attribute: attrs.Attribute[float], value: float) -> None:
         if not 0 < value <= 0.95:
             raise ConfigError(f"'memory_fraction' must be above 0 and at most 0.95: {value}")
-
-    @batch_invariant.validator
-    @overlap.validator
-    def _check_switch(self, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, bool) and value != AUTO:
-            raise ConfigError(f"{attribute.name!r} must be true, false or 'auto': {value!r}")
-
-    @verification.validator
-    def _check_verification(self, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value not in ("coupled", "rejection"):
-            raise ConfigError(f"'verification' must be 'coupled' or 'rejection': {value!r}")
 
     def kv_dtype_for(self, dtype: str) -> str:
         """Return the dtype of keys and values where ``dtype`` is that of computing."""
@@ -258,7 +247,7 @@ class EngineOptions:
             raise ConfigError("'kv_memory_bytes' and 'kv_pages' both size the KV cache; set one")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class EngineConfig:
     """Everything an engine is made from.
 
@@ -276,9 +265,9 @@ class EngineConfig:
     """
 
     model: str = field(default=DEFAULT_MODEL)
-    seed: int = field(default=0, validator=_number(0))
+    seed: int = field(default=0, validator=_from(0))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default=AUTO)
-    max_model_len: int | None = field(default=None, validator=_number(1, optional=True))
+    max_model_len: int | None = field(default=None, validator=_from(1))
     plugins: PluginsConfig = field(factory=PluginsConfig)
     engine: EngineOptions = field(factory=EngineOptions)
     model_component: Choice = field(
@@ -312,14 +301,9 @@ class EngineConfig:
     )
 
     @model.validator
-    def _check_model(self, attribute: attrs.Attribute[str], value: Any) -> None:
-        if not isinstance(value, str) or not value.strip():
+    def _check_model(self, attribute: attrs.Attribute[str], value: str) -> None:
+        if not value.strip():
             raise ConfigError(f"'model' must be a path, a registered name or a hub id: {value!r}")
-
-    @dtype.validator
-    def _check_dtype(self, attribute: attrs.Attribute[str], value: Any) -> None:
-        if value not in DTYPES:
-            raise ConfigError(f"'dtype' must be one of {', '.join(DTYPES)}: {value!r}")
 
     def picks(self, slot: Slot) -> tuple[Choice, ...]:
         """Return what is said of a slot: one choice, or all those of a slot that takes several."""

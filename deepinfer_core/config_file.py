@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
+from deepinfer_core import values
 from deepinfer_core.config import AUTO, EngineConfig
 from deepinfer_core.errors import ConfigError
 
@@ -49,11 +51,14 @@ def read_config(path: str | Path | None, sets: Iterable[str] = ()) -> Draft:
     Raises:
         ConfigError: the file cannot be read, or is not TOML (with its line), or a bad override.
     """
+    if not isinstance(path, str | PathLike | None):
+        raise values.refuse("path", path, "the path of a file, or None", ConfigError)
+    overrides = values.items("sets", sets, "a sequence of 'key=value' texts", ConfigError)
     source = "(command line)" if path is None else str(path)
     table = {} if path is None else _read_toml(Path(path))
-    overrides = [parse_set(text) for text in sets]
+    parsed = [parse_set(text) for text in overrides]
     # A component named last owns the table, so names go before options.
-    for keys, value in sorted(overrides, key=lambda item: item[0][-1] != "use"):
+    for keys, value in sorted(parsed, key=lambda item: item[0][-1] != "use"):
         _override(table, keys, value)
     return draft(table, source)
 
@@ -106,6 +111,7 @@ def parse_set(text: str) -> tuple[tuple[str, ...], Any]:
     >>> parse_set("cache.use=prefix")
     (('cache', 'use'), 'prefix')
     """
+    values.instance("--set", text, str, "text", ConfigError)
     key, equals, value = text.partition("=")
     keys = tuple(part.strip() for part in key.split("."))
     if not equals or not all(_KEY.fullmatch(part) for part in keys):

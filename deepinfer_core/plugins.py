@@ -17,7 +17,7 @@ import attrs
 import pluggy
 from attrs import frozen
 
-from deepinfer_core import hookspecs
+from deepinfer_core import hookspecs, values
 from deepinfer_core.components import Slot
 from deepinfer_core.config import PluginsConfig
 from deepinfer_core.errors import (
@@ -123,13 +123,14 @@ class PluginHost:
         builtin: bool = True,
         entry_points: Iterable[metadata.EntryPoint] | None = None,
     ) -> None:
+        given = values.items("plugins", plugins, "a sequence of modules or objects", PluginError)
         self.config = config or PluginsConfig()
         self._broken: list[tuple[Source, BrokenPlugin]] = []
         self._lost: dict[tuple[Slot, str], BrokenPlugin] = {}
         points = installed_points() if entry_points is None and discover else entry_points or ()
         installed = from_entry_points(points)
         sources = [*(installed if builtin else installed[1:]), *map(from_module, self.config.load)]
-        sources += [from_object(plugin) for plugin in plugins]
+        sources += [from_object(plugin) for plugin in given]
         admitted = self._admit(sources)
         self._admitted = self._expel_intruders(admitted)
         self.conflicts = _conflicts(self._admitted)

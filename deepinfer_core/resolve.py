@@ -23,6 +23,7 @@ from deepinfer_core.config_file import read_config
 from deepinfer_core.errors import ConfigError, DeepInferError, ListedError
 from deepinfer_core.plugins import PluginHost
 from deepinfer_core.structure import Misfit, Problem, structure
+from deepinfer_core.typed import misfits
 
 OPTIONAL = frozenset(
     {
@@ -131,7 +132,8 @@ def _resolve(slot: Slot, choice: Choice, host: PluginHost) -> Choice:
             raise Misfit([Problem("", f"an empty {slot} slot takes no options")])
         return choice
     if choice.use in ("", AUTO) and not isinstance(options, Mapping):
-        return Choice(use=_named_by_type(slot, options, host).name, options=options)
+        component = _named_by_type(slot, options, host)
+        return Choice(use=component.name, options=typed_options(component, options))
     if choice.is_auto:
         if options:
             _accepted_by_somebody(slot, options, host)
@@ -156,6 +158,8 @@ def typed_options(component: Component[Any], options: Any) -> Any:
         expected = component.config_type.__name__
         text = f"{component.name!r} takes {expected}, got {type(options).__name__}"
         raise Misfit([Problem("", text)])
+    if problems := misfits(options):
+        raise Misfit(problems)
     return options
 
 

@@ -77,25 +77,34 @@ def _origin(type_: Any) -> Any:
     return _get_origin(type_)
 
 
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_NAMES = {int: "an integer", float: "a number", str: "a string"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings"}
 
 
-def _type_name(type_: Any) -> str:
+def name_of_type(type_: Any) -> str:
+    """Return what a type accepts, as messages about files say it."""
+    names = list(dict.fromkeys(_alternatives(type_)))
+    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
+def _alternatives(type_: Any) -> list[str]:
     if _origin(type_) in (Union, types.UnionType):
-        return " or ".join(
-            _type_name(member) for member in get_args(type_) if member is not type(None)
-        )
+        members = [member for member in get_args(type_) if member is not type(None)]
+        return [name for member in members for name in _alternatives(member)]
     if _origin(type_) is Literal:
-        return " or ".join(describe(value) for value in get_args(type_))
+        return [describe(value) for value in get_args(type_)]
+    if type_ is bool:
+        return ["true", "false"]
     if attrs.has(type_) or _origin(type_) in (Mapping, dict):
-        return "a table"
+        return ["a table"]
     if _origin(type_) in (tuple, frozenset):
-        return "an array"
-    return _NAMES.get(type_, getattr(type_, "__name__", str(type_)))
+        items = _PLURALS.get(get_args(type_)[0])
+        return ["an array" if items is None else f"an array of {items}"]
+    return [_NAMES.get(type_, getattr(type_, "__name__", str(type_)))]
 
 
 def _refuse(value: object, type_: Any) -> Misfit:
-    return Misfit([Problem("", f"expected {_type_name(type_)}, got {describe(value)}")])
+    return Misfit([Problem("", f"expected {name_of_type(type_)}, got {describe(value)}")])
 
 
 def _exact(*accepted: type) -> Callable[[Any, Any], Any]:

@@ -13,17 +13,32 @@ from typing import Any, TypeVar
 
 import attrs
 
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import DeepInferError, RequestError
 
 T = TypeVar("T")
 
 
-def refuse(field: str, value: object, allowed: str) -> RequestError:
+def refuse(
+    field: str, value: object, allowed: str, error: type[DeepInferError] = RequestError
+) -> DeepInferError:
     """Return the error for a value that is not allowed."""
     shown = repr(value)
     if len(shown) > 80:
         shown = f"{shown[:77]}..."
-    return RequestError(f"{field} must be {allowed}, not {shown}")
+    return error(f"{field} must be {allowed}, not {shown}")
+
+
+def instance(
+    field: str,
+    value: Any,
+    kind: type[T],
+    allowed: str,
+    error: type[DeepInferError] = RequestError,
+) -> T:
+    """Return an object of a class."""
+    if not isinstance(value, kind):
+        raise refuse(field, value, allowed, error)
+    return value
 
 
 def integer(field: str, value: Any, low: int, high: int | None = None) -> int:
@@ -76,14 +91,16 @@ def text(field: str, value: Any) -> str:
     return value
 
 
-def items(field: str, value: Any, allowed: str) -> tuple[Any, ...]:
+def items(
+    field: str, value: Any, allowed: str, error: type[DeepInferError] = RequestError
+) -> tuple[Any, ...]:
     """Return the entries of anything that has some, but for text and mappings."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise refuse(field, value, allowed)
+        raise refuse(field, value, allowed, error)
     plain = getattr(value, "tolist", None)  # arrays and tensors: to Python numbers at once
     found = plain() if callable(plain) else value
     if not isinstance(found, Iterable):
-        raise refuse(field, value, allowed)
+        raise refuse(field, value, allowed, error)
     return tuple(found)
 
 
@@ -109,6 +126,9 @@ def from_fields(kind: type[T], name: str, value: Mapping[str, Any]) -> T:
     Raises:
         RequestError: a field is unknown, missing, or wrong.
     """
+    given: object = value
+    if not isinstance(given, Mapping):
+        raise refuse(name, value, "an object")
     fields: tuple[Any, ...] = attrs.fields(kind)  # type: ignore[arg-type]
     known = {item.name: item.default is attrs.NOTHING for item in fields}
     if unknown := sorted(set(value) - set(known)):

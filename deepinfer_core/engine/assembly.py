@@ -16,6 +16,7 @@ from typing import Any, cast
 import attrs
 import torch
 
+from deepinfer_core import values
 from deepinfer_core.capabilities import Feature
 from deepinfer_core.checkpoint.coverage import KNOWN_BUFFERS, check_coverage
 from deepinfer_core.components import Slot
@@ -27,7 +28,7 @@ from deepinfer_core.engine.namespace import content_of, identity_of, namespace_o
 from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.sizing import page_counts
 from deepinfer_core.engine.step_times import StepTimes
-from deepinfer_core.errors import CompositionError, DeepInferError, EngineError
+from deepinfer_core.errors import CompositionError, ConfigError, DeepInferError, EngineError
 from deepinfer_core.hub.locate import default_cache_dir
 from deepinfer_core.interfaces.accelerator import Accelerator, AcceleratorContext
 from deepinfer_core.interfaces.attention import Attention, AttentionContext, GroupStorage
@@ -128,6 +129,8 @@ def assemble(
     Raises:
         DeepInferError: whatever makes the engine impossible.
     """
+    allowed = "an EngineConfig (load_config reads one from a file)"
+    values.instance("config", config, EngineConfig, allowed, ConfigError)
     environ = os.environ if environ is None else environ  # noqa: TID251 - read once, here
     config = apply_environ(config, environ)
     if host is None:

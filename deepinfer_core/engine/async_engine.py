@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from deepinfer_core import values
 from deepinfer_core.engine.channel import Channel
 from deepinfer_core.engine.engine_thread import EngineThread
 from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
@@ -185,7 +186,9 @@ class AsyncEngine:
         *,
         max_queued: int = 64,
     ) -> None:
-        self._max_queued = max_queued
+        if not callable(build):
+            raise values.refuse("build", build, "a function that makes the engine")
+        self._max_queued = values.integer("max_queued", max_queued, 1)
         self._numbers = itertools.count(1)
         self._thread = EngineThread(build)
         self._engine = self._thread.started.result()
@@ -286,6 +289,7 @@ class AsyncEngine:
         Raises:
             RequestError: the grammar is bad, or there is nothing that compiles it.
         """
+        values.instance("params", params, SamplingParams, "SamplingParams")
         future = self._engine.prepare(params)
         if future is not None:
             # Others may wait for the same grammar: whoever leaves must not cancel it.
@@ -297,6 +301,7 @@ class AsyncEngine:
         Returns:
             False if no such request is alive.
         """
+        values.text("request_id", request_id)
         return await asyncio.wrap_future(self._thread.abort(request_id))
 
     # -------------------------------------------------------------------------- life
@@ -371,6 +376,8 @@ class AsyncEngine:
         cache_retain_s: float | None = None,
     ) -> DeltaStream:
         arrival_s = self._engine.clock()
+        if deadline_s is not None:
+            deadline_s = values.number("deadline_s", deadline_s, "a number of seconds or None")
         identity = f"async-{next(self._numbers)}" if request_id is None else request_id
         channel = Channel(identity, self._max_queued, asyncio.get_running_loop())
         stream = DeltaStream(self, self._thread, channel)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from deepinfer_core import values
 from deepinfer_core.components import Slot
 from deepinfer_core.engine.admission import Limits, admit
 from deepinfer_core.engine.constrained import Constrained
 from deepinfer_core.engine.grammars import Grammars
 from deepinfer_core.engine.output_stream import OutputStream
+from deepinfer_core.engine.parts import EngineParts
 from deepinfer_core.engine.request_state import Member, RequestState
 from deepinfer_core.engine.round import EngineRound, undo_grant
 from deepinfer_core.engine.speculation import speculator
@@ -51,7 +53,6 @@ from deepinfer_core.text.detokenizer import StreamDetokenizer
 
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
-    from deepinfer_core.engine.parts import EngineParts
     from deepinfer_core.interfaces.model import ModelSpec
     from deepinfer_core.interfaces.recipe import Recipe
     from deepinfer_core.plan import Plan
@@ -83,6 +84,7 @@ class Engine:
     """
 
     def __init__(self, parts: EngineParts, clock: Callable[[], float] = time.monotonic) -> None:
+        values.instance("parts", parts, EngineParts, "EngineParts (Engine.from_config makes them)")
         self._parts, self._clock = parts, clock
         options = parts.config.engine
         self._overlap = parts.overlap
@@ -249,6 +251,7 @@ class Engine:
         earlier).
         """
         self._check_alive()
+        values.instance("request", request, Request, "a Request")
         if request.request_id in self._requests:
             raise RequestError(
                 f"request {request.request_id!r} is alive already; choose another request_id"
@@ -290,6 +293,7 @@ class Engine:
         Raises:
             RequestError: structured output is asked for and cannot be had.
         """
+        values.instance("params", params, SamplingParams, "SamplingParams")
         return None if params.structured is None else self._grammars.prepare(params.structured)
 
     def _start_compiled(self) -> None:
@@ -361,7 +365,7 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request at the next step; False if it is not alive."""
-        state = self._requests.get(request_id)
+        state = self._requests.get(values.text("request_id", request_id))
         if state is None:
             return False
         state.abort = True

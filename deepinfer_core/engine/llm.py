@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
+from deepinfer_core import values
 from deepinfer_core.engine.progress import ProgressBar
 from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
 from deepinfer_core.engine.pump import Pump
@@ -21,6 +24,10 @@ from deepinfer_core.requests import Request, RequestOutput, SamplingParams, Toke
 
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
+
+
+_PROMPTS = "a text, or a list of texts and token id lists"
+_CONVERSATIONS = "a list of {'role': ..., 'content': ...} objects, or a list of such lists"
 
 
 class BatchError(RequestError):
@@ -72,14 +79,14 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         config: EngineConfig | str | Path | None = None,
         plugins: Sequence[object] = (),
         **overrides: Any,
     ) -> None:
         if model is not None:
-            overrides["model"] = str(model)
+            overrides["model"] = str(model) if isinstance(model, PathLike) else model
         settled = configuration(config, overrides, plugins)
         from deepinfer_core.engine.engine import Engine
         from deepinfer_core.hub import TerminalProgress
@@ -95,6 +102,8 @@ class LLM:
     @classmethod
     def over(cls, engine: EngineSurface) -> LLM:
         """Wrap an engine that exists and that nobody else uses; the LLM closes it."""
+        if not callable(getattr(engine, "submit", None)):
+            raise values.refuse("engine", engine, "an Engine")
         llm = cls.__new__(cls)
         llm._adopt(engine)
         return llm
@@ -130,7 +139,7 @@ class LLM:
             RequestError: the arguments do not fit together.
             EngineError: the engine failed.
         """
-        many = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
+        many = [prompts] if isinstance(prompts, str) else values.items("prompts", prompts, _PROMPTS)
         if many and isinstance(many[0], int):
             raise RequestError("one prompt of token ids must stand in a list: generate([ids])")
         return self._generate(many, self._spread(params, len(many)), progress, raise_on_error)
@@ -151,7 +160,7 @@ class LLM:
             progress: show a progress bar if stderr is a terminal.
             raise_on_error: raise once all have ended; otherwise look at each ``error``.
         """
-        listed = _listed("messages", messages)
+        listed = values.items("messages", messages, _CONVERSATIONS)
         conversations = [listed] if listed and isinstance(listed[0], Mapping) else listed
         spread = self._spread(params, len(conversations))
         return self._generate(conversations, spread, progress, raise_on_error, chat_ids)
@@ -200,8 +209,13 @@ class LLM:
 
         Prompts are taken one by one when there is room, so that ``tasks`` may be endless. Refused
         prompts come out with ``error`` set. Closing the iterator ends what is running.
+
+        Raises:
+            RequestError: ``tasks`` are no pairs.
         """
-        return self._as_completed(tasks, prompt_ids)
+        if isinstance(tasks, str | bytes | Mapping) or not isinstance(tasks, Iterable):
+            raise values.refuse("tasks", tasks, "an iterable of (prompt, SamplingParams) pairs")
+        return self._as_completed(map(_pair, itertools.count(), tasks), prompt_ids)
 
     # -------------------------------------------------------------------------- life
 
@@ -312,7 +326,7 @@ class LLM:
         try:
             ids = encode(self.engine, prompt)
             request = self._request(ids, params)
-            _await_grammar(self.engine, params)
+            _await_grammar(self.engine, request.params)
             self._pump.submit(request)
         except RequestError as error:
             full = self.engine.stats().waiting >= self.engine.config.engine.max_waiting
@@ -337,9 +351,9 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
-        params = _listed("params", params)
-        if wrong := [item for item in params if not isinstance(item, SamplingParams)]:
-            raise RequestError(f"params must be SamplingParams, not {type(wrong[0]).__name__}")
+        params = values.items("params", params, "SamplingParams, or a list of them")
+        for at, item in enumerate(params):
+            values.instance(f"params[{at}]", item, SamplingParams, "SamplingParams")
         if len(params) != count:
             raise RequestError(
                 f"{count} prompts need one SamplingParams for all or {count} of them, "
@@ -348,10 +362,10 @@ class LLM:
         return params
 
 
-def _listed(field: str, value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"{field} must be a list, not {type(value).__name__}")
-    return list(value)
+def _pair(at: int, task: Any) -> tuple[Any, Any]:
+    if not isinstance(task, tuple | list) or len(task) != 2:
+        raise values.refuse(f"tasks[{at}]", task, "a pair (prompt, SamplingParams)")
+    return task[0], task[1]
 
 
 def _await_grammar(engine: EngineSurface, params: SamplingParams) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from deepinfer_core import values
 from deepinfer_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,12 +34,14 @@ def configuration(
     from deepinfer_core.config import EngineConfig, EngineOptions
     from deepinfer_core.structure import suggest
 
-    if isinstance(config, str | Path):
+    if isinstance(config, str | PathLike):
         from deepinfer_core import load_config
 
-        base: EngineConfig = load_config(config, plugins=plugins)
+        base: EngineConfig = load_config(Path(config), plugins=plugins)
     else:
-        base = config if config is not None else EngineConfig()
+        allowed = "an EngineConfig, the path of a file, or None"
+        given = EngineConfig() if config is None else config
+        base = values.instance("config", given, EngineConfig, allowed, ConfigError)
     known = {item.name for item in attrs.fields(EngineConfig)}
     inner = {item.name for item in attrs.fields(EngineOptions)}
     unknown = sorted(set(overrides) - known)

@@ -16,6 +16,7 @@ from typing import Any
 
 import tokenizers
 
+from deepinfer_core import values
 from deepinfer_core.errors import RequestError, TokenizerError
 from deepinfer_core.text.gguf_tokenizer import tokenizer_from_metadata
 
@@ -165,12 +166,13 @@ class Tokenizer:
         Ids without a token add nothing: a model's output may be wider than its vocabulary.
 
         Raises:
-            RequestError: an id is negative or needs more than 32 bits.
+            RequestError: an id is no integer, negative, or needs more than 32 bits.
         """
         try:
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
-        except OverflowError as error:
-            raise RequestError(f"token ids must be in 0..{self.vocab_size - 1}: {error}") from error
+        except (OverflowError, TypeError):
+            allowed = f"a sequence of token ids from 0 to {self.vocab_size - 1}"
+            raise values.refuse("token ids", ids, allowed) from None
 
     def token(self, token_id: int) -> str:
         """Return the spelling of a token in the vocabulary (not always readable text).
@@ -235,10 +237,15 @@ class Tokenizer:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    values.text("a text", text)
     try:
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    except (UnicodeEncodeError, TypeError) as error:
-        raise RequestError(f"the text cannot be encoded as UTF-8: {error}") from error
+    except (UnicodeEncodeError, TypeError):  # the library says neither which character nor where
+        at = next(at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+        raise RequestError(
+            f"a text must be Unicode, but character {at} of this one is the lone surrogate "
+            f"U+{ord(text[at]):04X}; leave it out"
+        ) from None
 
 
 def _state_of(pre_tokenizer: Any) -> str:

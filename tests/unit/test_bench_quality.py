@@ -20,7 +20,7 @@ from deepinfer_core.testing.tiny import write_tiny_model
 
 CORE = (
     *("--set", 'kernels.use=["torch"]', "--set", 'attention.use="paged"'),
-    *("--set", 'cache.use="pages"', "--set", 'drafter.use="none"'),
+    *("--set", 'cache.use="pages"', "--set", 'drafter.use="none"', "--set", "dtype=float32"),
 )
 
 

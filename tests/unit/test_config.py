@@ -172,12 +172,12 @@ def test_ints_pass_as_floats_and_nothing_else_is_coerced(load: Load) -> None:
         ('exact = "false"', "expected true or false, got 'false' @ cache.exact"),
         ("exact = 1", "expected true or false, got 1 @ cache.exact"),
         ('ttl_s = "3"', "expected a number, got '3' @ cache.ttl_s"),
-        ('names = "abc"', "expected an array, got 'abc' @ cache.names"),
+        ('names = "abc"', "expected an array of strings, got 'abc' @ cache.names"),
         ('names = ["a", 5]', "expected a string, got 5 @ cache.names[1]"),
         ('colour = "green"', "expected one of 'red', 'blue', got 'green' @ cache.colour"),
         ("colour = 1", "got 1 @ cache.colour"),
         ('mode = "c"', "expected 'a' or 'b', got 'c' @ cache.mode"),
-        ('switch = "on"', "expected true or false or 'auto', got 'on' @ cache.switch"),
+        ('switch = "on"', "expected true, false or 'auto', got 'on' @ cache.switch"),
         ("limit = 1.5", "expected an integer, got 1.5 @ cache.limit"),
         ("tier = 5", "expected a table, got 5 @ cache.tier"),
         ("tier = {size = 5}", "unknown key 'size'; did you mean 'size_bytes'? @ cache.tier.size"),
@@ -381,6 +381,8 @@ def test_set_into_a_value(load: Load) -> None:
 engine_config: Any = EngineConfig
 engine_options: Any = EngineOptions
 plugins_config: Any = PluginsConfig
+choice: Any = Choice
+choices: Any = Choices
 
 
 @pytest.mark.parametrize(
@@ -392,7 +394,10 @@ plugins_config: Any = PluginsConfig
         (lambda: EngineOptions(num_threads=10**6), "'num_threads' must be <= 1024: 1000000"),
         (lambda: engine_config(seed=1.5), "'seed' must be an integer"),
         (lambda: engine_config(seed=True), "'seed' must be an integer"),
-        (lambda: engine_config(dtype="int4"), "'dtype' must be one of"),
+        (
+            lambda: engine_config(dtype="int4"),
+            "'dtype' must be 'auto', 'float32', .*: 'int4'",
+        ),
         (lambda: engine_config(max_model_len=0), "'max_model_len' must be >= 1"),
         (lambda: engine_options(page_size=12), "power of two"),
         (lambda: engine_options(deadline_s=0), "above 0"),
@@ -400,12 +405,40 @@ plugins_config: Any = PluginsConfig
         (lambda: engine_options(deadline_s="1"), "must be a number"),
         (lambda: engine_options(overlap="yes"), "'overlap' must be true, false or 'auto'"),
         (lambda: engine_options(memory_fraction=0), "memory_fraction"),
-        (lambda: plugins_config(disabled="abc"), "expected names"),
+        (lambda: engine_options(memory_fraction="a"), "'memory_fraction' must be a number: 'a'"),
+        (lambda: engine_options(page_size=True), "'page_size' must be an integer: True"),
+        (lambda: engine_options(kv_dtype=["int8"]), "'kv_dtype' must be 'auto', .* or 'int8'"),
+        (lambda: plugins_config(disabled="abc"), "'disabled' must be an array of strings: 'abc'"),
+        (lambda: plugins_config(load=[3]), "'load' must be an array of strings"),
+        (lambda: plugins_config(required=3), "'required' must be an array of strings: 3"),
+        (lambda: engine_config(engine={"page_size": 16}), "'engine' must be EngineOptions: {"),
+        (lambda: engine_config(plugins="prefix"), "'plugins' must be PluginsConfig: 'prefix'"),
+        (lambda: engine_config(scheduler=3), "'scheduler' must be a component's name, .*: 3"),
+        (lambda: engine_config(drafter=["a"]), r"'drafter' must be a component's .*: \['a'\]"),
+        (lambda: engine_config(cache=Choices()), "'cache' must be a component's name"),
+        (lambda: engine_config(kernels=[3]), r"'kernels' must be 'auto', or a sequence .*: \[3\]"),
+        (lambda: engine_config(observer={}), "'observer' must be 'auto', or a sequence"),
+        (lambda: choice(use=3), "'use' must be a string: 3"),
+        (lambda: choices(picks="log"), "'picks' must be an array"),
+        (lambda: choices(auto="yes"), "'auto' must be true or false: 'yes'"),
     ],
 )
 def test_python_values_are_checked(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("named", ["", "prefix"])
+def test_options_made_in_python_fit_their_types(host: PluginHost, named: str) -> None:
+    wrong: Any = {"page_size": 4.0, "exact": "no", "names": [3], "tier": "disk"}
+    with pytest.raises(ConfigError) as caught:
+        resolve(EngineConfig(cache=Choice(use=named, options=PrefixConfig(**wrong))), host)
+    assert caught.value.problems == (
+        "expected an integer, got 4.0 @ cache.page_size",
+        "expected true or false, got 'no' @ cache.exact",
+        "expected an array of strings, got [3] @ cache.names",
+        "expected Tier, got 'disk' @ cache.tier",
+    )
 
 
 def test_every_slot_but_commands_has_a_field() -> None:

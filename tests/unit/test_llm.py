@@ -52,18 +52,18 @@ def test_a_flat_list_of_ids_is_refused() -> None:
 
 @pytest.mark.parametrize("bad", [5, None, b"text", {"prompt": "text"}])
 def test_prompts_that_are_no_list_are_refused(bad: Any) -> None:
-    with pytest.raises(RequestError, match="prompts must be a list, not"):
+    with pytest.raises(RequestError, match="prompts must be a text, or a list"):
         LLM.over(ScriptedEngine()).generate(bad)
 
 
 @pytest.mark.parametrize("bad", [{"max_tokens": 3}, "greedy", [{"max_tokens": 3}], 7])
 def test_parameters_of_another_type_are_refused(bad: Any) -> None:
-    with pytest.raises(RequestError, match="params must be"):
+    with pytest.raises(RequestError, match=r"params(\[0\])? must be SamplingParams"):
         LLM.over(ScriptedEngine()).generate(["a"], bad)
 
 
 def test_a_text_is_no_conversation() -> None:
-    with pytest.raises(RequestError, match="messages must be a list, not str"):
+    with pytest.raises(RequestError, match="messages must be a list of"):
         LLM.over(ScriptedEngine()).chat("hello")  # type: ignore[arg-type]
 
 
@@ -71,6 +71,19 @@ def test_each_prompt_has_its_parameters() -> None:
     params = [SamplingParams(max_tokens=count) for count in (1, 3)]
     results = LLM.over(ScriptedEngine()).generate(["abcd", "abcd"], params)
     assert [result.text for result in results] == ["a", "abc"]
+
+
+@pytest.mark.parametrize("bad", [5, None, "ab", {"a": 1}, [1], ["ab c"], [("a",)], [("a", 1, 2)]])
+def test_tasks_that_are_no_pairs_are_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match=r"tasks(\[0\])? must be a(n iterable of|  pair)? ?"):
+        list(LLM.over(ScriptedEngine()).as_completed(bad))
+
+
+def test_a_task_may_leave_its_parameters_to_the_default() -> None:
+    tasks: Any = [("ab", None), ("cd", "greedy")]
+    results = dict(LLM.over(ScriptedEngine()).as_completed(tasks))
+    assert (results[0].error, results[0].text) == (None, "ab")
+    assert results[1].error == "params must be SamplingParams, not 'greedy'"
 
 
 def test_too_few_parameters_are_refused() -> None:

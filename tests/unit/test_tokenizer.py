@@ -190,7 +190,7 @@ def test_special_tokens_are_skipped_on_request() -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 2**40])
 def test_ids_that_no_model_gives_are_refused(token_id: int) -> None:
-    with pytest.raises(RequestError, match=r"must be in 0\.\.419"):
+    with pytest.raises(RequestError, match="token ids from 0 to 419"):
         SMOLLM.decode([1, token_id])
 
 
@@ -207,7 +207,9 @@ def test_tokens_that_do_not_exist_are_refused(token_id: int) -> None:
 
 def test_text_that_is_not_unicode_is_refused() -> None:
     for allow_special in (True, False):
-        with pytest.raises(RequestError, match="UTF-8"):
+        with pytest.raises(
+            RequestError, match=r"character 5 of this one is the lone surrogate U\+D800"
+        ):
             SMOLLM.encode("half \ud800 character", allow_special=allow_special)
 
 

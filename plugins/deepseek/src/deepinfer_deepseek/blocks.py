@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepinfer_deepseek.config import ExpertConfig, V41Config
 from deepinfer_deepseek.experts import Experts
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.hyper import Mixer, collapse
 from deepinfer_deepseek.numerics import Loader, Projection, Rotation
+from deepinfer_deepseek.stack import ExpertConfig, StackConfig
 
 Angles = tuple[Tensor, Tensor]
 
@@ -28,13 +28,21 @@ class Projections:
     """
 
     def __init__(
-        self, config: V41Config, base: str, load: Loader, rotation: Rotation, formats: CacheFormats
+        self,
+        config: StackConfig,
+        base: str,
+        load: Loader,
+        rotation: Rotation,
+        formats: CacheFormats,
     ) -> None:
         self._heads, self._dim = config.num_heads, config.head_dim
         self._rotation, self._formats = rotation, formats
         self._q_down = load.projection(f"{base}wq_a")
         self._q_norm = load.norm(f"{base}q_norm", config.norm_eps)
         self._q_up = load.projection(f"{base}wq_b")
+        self._head_norm = None
+        if config.head_norm:
+            self._head_norm = load.plain_norm(config.head_dim, config.norm_eps)
         self._kv = load.projection(f"{base}wkv")
         self._kv_norm = load.norm(f"{base}kv_norm", config.norm_eps)
         groups = load.tensor(f"{base}wo_a.weight").chunk(config.o_groups)
@@ -51,6 +59,8 @@ class Projections:
         """[n, hidden] -> low-rank query [n, q_rank], and queries [n, heads, dim]."""
         low_rank = self._q_norm(self._q_down(x))
         q = self._q_up(low_rank).unflatten(-1, (self._heads, self._dim))
+        if self._head_norm is not None:
+            q = self._head_norm(q.flatten(0, 1)).view_as(q)
         return low_rank, self._rotation.turn(q, angles)
 
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
@@ -76,14 +86,27 @@ class Block:
         base: what names of its parameters begin with, as in ``layers.0.``.
         experts: of the layer.
         load: for its parameters.
+        hashed: its experts are looked up by token.
     """
 
-    def __init__(self, config: V41Config, base: str, experts: ExpertConfig, load: Loader) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        base: str,
+        experts: ExpertConfig,
+        load: Loader,
+        *,
+        hashed: bool = False,
+    ) -> None:
         self._attention_norm = load.norm(f"{base}attn_norm", config.norm_eps)
         self._attention_mixer = Mixer(config, f"{base}hc_attn", load)
         self._experts_norm = load.norm(f"{base}ffn_norm", config.norm_eps)
-        self._experts = Experts(experts, f"{base}ffn.", load)
+        self._experts = Experts(experts, f"{base}ffn.", load, hashed=hashed)
         self._experts_mixer = Mixer(config, f"{base}hc_ffn", load)
+
+
+class ShiftedBlock(Block):
+    """V4.1's: weights made before a sub-layer collapse the copies for the next one."""
 
     def enter(self, stream: Tensor, weights: Tensor) -> Tensor:
         """Attention's input: stream [n, copies, hidden], its weights [n, copies] -> [n, hidden]."""
@@ -107,3 +130,27 @@ class Block:
         x = self._experts_norm(collapse(stream, mix.collapse))
         mix = self._experts_mixer(stream)
         return mix.apply(stream, self._experts(x)), mix.collapse
+
+
+class PlainBlock(Block):
+    """V4's: weights made before a sub-layer collapse the copies for it."""
+
+    def run(
+        self, stream: Tensor, token_ids: Tensor, attention: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Both sub-layers.
+
+        Args:
+            stream: [n, copies, hidden].
+            token_ids: [n], int64, which may choose experts.
+            attention: [n, hidden] -> [n, hidden].
+
+        Returns:
+            The stream afterwards.
+        """
+        mix = self._attention_mixer(stream)
+        x = self._attention_norm(collapse(stream, mix.collapse))
+        stream = mix.apply(stream, attention(x))
+        mix = self._experts_mixer(stream)
+        x = self._experts_norm(collapse(stream, mix.collapse))
+        return mix.apply(stream, self._experts(x, token_ids))

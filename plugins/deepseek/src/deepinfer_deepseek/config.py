@@ -13,8 +13,21 @@ from typing import Any
 from attrs import frozen
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope
-from deepinfer_core.models.rope import RopeSpec
+from deepinfer_core.models.reading import ConfigReader
+from deepinfer_deepseek.stack import (
+    ONLY,
+    ExpertConfig,
+    IndexConfig,
+    StackConfig,
+    check_only,
+    expert_problems,
+    owner,
+    read_count,
+    read_ids,
+    read_quantization,
+    read_stack,
+    size_problems,
+)
 
 ARCHITECTURE = "DeepseekV41ForCausalLM"
 
@@ -52,66 +65,8 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """What fields mean that a configuration leaves out."""
 
-_ONLY: Mapping[str, Any] = {
-    "attention_bias": False,
-    "dspark_target_attn_input": True,
-    "hc_shifted": True,
-    "hidden_act": "silu",
-    "norm_topk_prob": True,
-    "num_key_value_heads": 1,
-    "scoring_func": "sqrtsoftplus",
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-}
+_ONLY: Mapping[str, Any] = {**ONLY, "dspark_target_attn_input": True, "hc_shifted": True}
 """Fields of which one value only is built."""
-
-
-@frozen(kw_only=True)
-class IndexConfig:
-    """Which compressed entries a query attends to.
-
-    Attributes:
-        num_heads: heads that score entries.
-        head_dim: numbers per head of a query, and of an entry's key.
-        topk: entries kept.
-        sources: layers that rank entries; the layers up to the next one take their list.
-        key_sources: layers that write index keys.
-        candidate_layer: ranks blocks of entries for the ranking layers after it; None = no layer.
-        candidate_blocks: blocks kept.
-        candidate_block_size: entries of a block.
-    """
-
-    num_heads: int
-    head_dim: int
-    topk: int
-    sources: tuple[int, ...]
-    key_sources: tuple[int, ...]
-    candidate_layer: int | None
-    candidate_blocks: int
-    candidate_block_size: int
-
-
-@frozen(kw_only=True)
-class ExpertConfig:
-    """The mixture of experts of every layer.
-
-    Attributes:
-        num_experts: experts to choose from.
-        per_token: experts chosen.
-        num_shared: experts that see every token, as one of ``num_shared * size`` numbers.
-        size: inner width of an expert.
-        limit: clamp of gate (above) and up (both sides).
-        scale: factor on the weights of chosen experts.
-        temperature: divides the scores before the choice.
-    """
-
-    num_experts: int
-    per_token: int
-    num_shared: int
-    size: int
-    limit: float
-    scale: float
-    temperature: float
 
 
 @frozen(kw_only=True)
@@ -166,79 +121,22 @@ class DraftConfig:
 
 
 @frozen(kw_only=True)
-class QuantizationConfig:
-    """How the checkpoint's matrices are stored.
-
-    Attributes:
-        block: (rows, columns) that share a scale of FP8 matrices.
-        expert_dtype: "fp4" (packed, a scale for each 32 columns) or "fp8".
-    """
-
-    block: tuple[int, int]
-    expert_dtype: str
-
-
-@frozen(kw_only=True)
-class V41Config:
+class V41Config(StackConfig):
     """Parameters of DeepSeek-V4.1.
 
     Attributes:
-        vocab_size: rows of embedding and head.
-        hidden_size: width of one copy of the residual stream.
-        num_layers: layers of the backbone.
-        num_heads: query heads; all share one key, which is the value as well.
-        head_dim: numbers per head.
-        rope_dim: the last numbers of a head, which are rotated.
-        q_rank: width of the low-rank query.
-        o_groups: groups of heads that are projected by themselves.
-        o_rank: width of a group's projection.
-        window: tokens visible to a query including itself.
-        ratios: per layer, one of ``RATIOS``.
         kv_sources: layers that write compressed entries.
-        index: how entries are chosen.
-        rope: of layers with a window only.
-        compressed_rope: of layers that read compressed entries.
-        norm_eps: of every norm.
-        hc_copies: copies of the residual stream.
-        hc_iterations: normalisations of the matrix that mixes copies (Sinkhorn).
-        hc_eps: keeps them from dividing by zero.
-        experts: the feed-forward part.
         engram: None if there is none.
         draft: None if there is none.
-        max_position: longest sequence, in tokens.
         fp4_entries: compressed entries are stored in FP4, otherwise as the window is.
-        quantization: None for a checkpoint of plain numbers.
         image_token_id: stands for image patches; None without a vision tower.
-        eos_token_ids: ids that end a sequence.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_rank: int
-    o_groups: int
-    o_rank: int
-    window: int
-    ratios: tuple[int, ...]
     kv_sources: tuple[int, ...]
-    index: IndexConfig
-    rope: RopeSpec
-    compressed_rope: RopeSpec
-    norm_eps: float
-    hc_copies: int
-    hc_iterations: int
-    hc_eps: float
-    experts: ExpertConfig
     engram: EngramConfig | None
     draft: DraftConfig | None
-    max_position: int
     fp4_entries: bool = True
-    quantization: QuantizationConfig | None = None
     image_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def first_decoder_layer(self) -> int:
@@ -248,23 +146,6 @@ class V41Config:
     def kv_source(self, layer: int) -> int:
         """The layer whose compressed entries a compressed layer reads."""
         return owner(self.kv_sources, layer)
-
-    def index_key_source(self, layer: int) -> int:
-        """The layer whose index keys a compressed layer ranks."""
-        return owner(self.index.key_sources, layer)
-
-    def index_source(self, layer: int) -> int:
-        """The layer whose list of entries a compressed layer takes."""
-        return owner(self.index.sources, layer)
-
-
-def owner(sources: tuple[int, ...], layer: int) -> int:
-    """The last source up to a layer.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return max(source for source in sources if source <= layer)
 
 
 def read_config(config: Mapping[str, Any]) -> V41Config:
@@ -276,48 +157,25 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
     read = ConfigReader({**_DEFAULTS, **text})
-    for key, value in _ONLY.items():
-        if read.config.get(key, value) != value:
-            read.problems.append(f"{key}: only {value!r} is supported, got {read.config[key]!r}")
-    layers, drafts = read.positive("num_hidden_layers"), _count(read, "num_nextn_predict_layers")
-    ratios = _ids(read, "compress_ratios")
-    max_position = read.positive("max_position_embeddings")
-    rope_dim = read.positive("qk_rope_head_dim")
-    plain: dict[str, Any] = {"rope_theta": read.config["rope_theta"]}
-    scaled = {
-        "attention_factor": 1.0,
-        **(read.config.get("rope_scaling") or {}),
-        "rope_theta": read.config.get("compress_rope_theta", read.config["rope_theta"]),
-    }
-    experts = _experts(read)
+    check_only(read, _ONLY)
+    layers, drafts = (
+        read.positive("num_hidden_layers"),
+        read_count(read, "num_nextn_predict_layers"),
+    )
+    ratios = read_ids(read, "compress_ratios")
+    stack = read_stack(read)
     result = V41Config(
-        vocab_size=read.positive("vocab_size"),
-        hidden_size=read.positive("hidden_size"),
+        **stack,
         num_layers=layers,
-        num_heads=read.positive("num_attention_heads"),
-        head_dim=read.positive("head_dim"),
-        rope_dim=rope_dim,
-        q_rank=read.positive("q_lora_rank"),
-        o_groups=read.positive("o_groups"),
-        o_rank=read.positive("o_lora_rank"),
-        window=read.positive("sliding_window"),
+        head_norm=False,
         ratios=ratios[:layers],
-        kv_sources=_ids(read, "kv_source_layer_ids"),
         index=_index(read),
-        rope=read_rope(read, rope_dim, max_position, plain),
-        compressed_rope=read_rope(read, rope_dim, max_position, scaled),
-        norm_eps=read.number("rms_norm_eps", 1e-20),
-        hc_copies=read.positive("hc_mult"),
-        hc_iterations=read.positive("hc_sinkhorn_iters"),
-        hc_eps=read.number("hc_eps", 1e-6),
-        experts=experts,
+        quantization=read_quantization(read, config),
+        kv_sources=read_ids(read, "kv_source_layer_ids"),
         engram=_engram(read),
-        draft=_draft(read, drafts, experts) if drafts else None,
-        max_position=max_position,
+        draft=_draft(read, drafts, stack["experts"]) if drafts else None,
         fp4_entries=read.flag("use_fp4_sparse_kv"),
-        quantization=_quantization(read, config),
         image_token_id=config.get("image_token_id") if "vision_config" in config else None,
-        eos_token_ids=read_ends(read),
     )
     problems = read.problems or [*_sizes(result), *_sharing(result, ratios[layers:], drafts)]
     problems = problems or _extras(result)
@@ -326,21 +184,11 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
     return result
 
 
-def _count(read: ConfigReader, key: str) -> int:
-    value = read.config.get(key)
-    if type(value) is not int or value < 0:
-        read.problems.append(f"{key}: expected a whole number >= 0, got {value!r}")
-        return 0
-    return value
-
-
-def _ids(read: ConfigReader, key: str) -> tuple[int, ...]:
-    """A list of whole numbers."""
-    value = read.config.get(key)
-    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        read.problems.append(f"{key}: expected a list of whole numbers, got {value!r}")
-        return ()
-    return tuple(value)
+def _sizes(config: V41Config) -> list[str]:
+    problems = size_problems(config)
+    if config.draft is not None:
+        problems += expert_problems("dspark_num_experts_per_tok", config.draft.experts)
+    return problems
 
 
 def _index(read: ConfigReader) -> IndexConfig:
@@ -352,39 +200,27 @@ def _index(read: ConfigReader) -> IndexConfig:
         num_heads=read.positive("index_n_heads"),
         head_dim=read.positive("index_head_dim"),
         topk=read.positive("index_topk"),
-        sources=_ids(read, "index_source_layer_ids"),
-        key_sources=_ids(read, keys if read.config.get(keys) else "kv_source_layer_ids"),
+        sources=read_ids(read, "index_source_layer_ids"),
+        key_sources=read_ids(read, keys if read.config.get(keys) else "kv_source_layer_ids"),
         candidate_layer=candidate,
         candidate_blocks=read.positive("candidate_topk_blocks"),
         candidate_block_size=read.positive("candidate_block_size"),
     )
 
 
-def _experts(read: ConfigReader) -> ExpertConfig:
-    return ExpertConfig(
-        num_experts=read.positive("n_routed_experts"),
-        per_token=read.positive("num_experts_per_tok"),
-        num_shared=read.positive("n_shared_experts"),
-        size=read.positive("moe_intermediate_size"),
-        limit=read.number("swiglu_limit", 10.0),
-        scale=read.number("routed_scaling_factor", 1.5),
-        temperature=read.number("gate_temp", 1.0),
-    )
-
-
 def _engram(read: ConfigReader) -> EngramConfig | None:
-    layers = _ids(read, "engram_layer_ids")
+    layers = read_ids(read, "engram_layer_ids")
     if not layers:
         return None
     return EngramConfig(
         layers=layers,
-        rows=_ids(read, "engram_num_embeddings"),
+        rows=read_ids(read, "engram_num_embeddings"),
         max_ngram=read.positive("engram_max_ngram_size"),
         num_heads=read.positive("engram_n_heads"),
         head_dim=read.positive("engram_head_dim"),
         vocab_size=read.positive("engram_vocab_size"),
         compressed_vocab_size=read.positive("engram_compressed_vocab_size"),
-        pad_token_id=_count(read, "engram_pad_token_id"),
+        pad_token_id=read_count(read, "engram_pad_token_id"),
     )
 
 
@@ -392,8 +228,8 @@ def _draft(read: ConfigReader, layers: int, experts: ExpertConfig) -> DraftConfi
     return DraftConfig(
         num_layers=layers,
         block_size=read.positive("dspark_block_size"),
-        noise_token_id=_count(read, "dspark_noise_token_id"),
-        target_layers=_ids(read, "dspark_target_layer_ids"),
+        noise_token_id=read_count(read, "dspark_noise_token_id"),
+        target_layers=read_ids(read, "dspark_target_layer_ids"),
         markov_rank=read.positive("dspark_markov_rank"),
         experts=ExpertConfig(
             num_experts=read.positive("dspark_n_routed_experts", experts.num_experts),
@@ -405,52 +241,6 @@ def _draft(read: ConfigReader, layers: int, experts: ExpertConfig) -> DraftConfi
             temperature=experts.temperature,
         ),
     )
-
-
-def _quantization(read: ConfigReader, config: Mapping[str, Any]) -> QuantizationConfig | None:
-    found = read.config.get("quantization_config") or config.get("quantization_config")
-    if found is None:
-        return None
-    if not isinstance(found, Mapping):
-        read.problems.append(f"quantization_config: expected a table, got {found!r}")
-        return None
-    table = ConfigReader({"expert_dtype": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", **found})
-    for key, value in {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}.items():
-        if table.config.get(key) != value:
-            table.problems.append(f"{key}: only {value!r} is supported, got {table.config[key]!r}")
-    if table.config["expert_dtype"] not in ("fp4", "fp8"):
-        table.problems.append(f"expert_dtype: 'fp4' or 'fp8', got {table.config['expert_dtype']!r}")
-    block = _ids(table, "weight_block_size")
-    if not table.problems and (len(block) != 2 or min(block) < 1):
-        table.problems.append(f"weight_block_size: expected two sizes, got {list(block)}")
-    read.problems += [f"quantization_config.{problem}" for problem in table.problems]
-    if table.problems:
-        return None
-    return QuantizationConfig(block=(block[0], block[1]), expert_dtype=table.config["expert_dtype"])
-
-
-def _sizes(config: V41Config) -> list[str]:
-    """Sizes that must divide, or must not exceed, each other."""
-    problems = []
-    if config.rope_dim % 2:
-        problems.append(f"qk_rope_head_dim {config.rope_dim} is odd: numbers are rotated in pairs")
-    for name, size in (("head_dim", config.head_dim), ("index_head_dim", config.index.head_dim)):
-        if size < config.rope_dim:
-            problems.append(f"{name} {size} is less than qk_rope_head_dim {config.rope_dim}")
-    if config.num_heads % config.o_groups:
-        problems.append(
-            f"num_attention_heads {config.num_heads} is not a multiple of o_groups "
-            f"{config.o_groups}"
-        )
-    named = [("num_experts_per_tok", config.experts)]
-    if config.draft is not None:
-        named.append(("dspark_num_experts_per_tok", config.draft.experts))
-    problems += [
-        f"{name} {experts.per_token} exceeds the {experts.num_experts} experts"
-        for name, experts in named
-        if experts.per_token > experts.num_experts
-    ]
-    return problems
 
 
 def _sharing(config: V41Config, draft_ratios: tuple[int, ...], num_drafts: int) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepinfer_core.interfaces.drafter import DraftContext
 from deepinfer_deepseek.attention import Seen, attend
-from deepinfer_deepseek.blocks import Block, Projections
+from deepinfer_deepseek.blocks import Projections, ShiftedBlock
 from deepinfer_deepseek.config import DraftConfig, V41Config
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.hyper import collapse
@@ -58,7 +58,7 @@ class V41BlockDrafter:
         self._projections = [
             Projections(config, f"{base}attn.", load, rotation, formats) for base in bases
         ]
-        self._blocks = [Block(config, base, draft.experts, load) for base in bases]
+        self._blocks = [ShiftedBlock(config, base, draft.experts, load) for base in bases]
         self._norm, self._head = load.norm(f"{last}norm", config.norm_eps), head
         self._noise = noise
         self._markov_embedding = load.wide(f"{last}markov_head.embed.weight")

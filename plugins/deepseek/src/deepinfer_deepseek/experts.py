@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from deepinfer_core.errors import CheckpointError
 from deepinfer_deepseek.checkpoint.loading import matrix
-from deepinfer_deepseek.config import ExpertConfig
 from deepinfer_deepseek.numerics import Loader, added, apply_rows, sigmoid, wide
+from deepinfer_deepseek.stack import ExpertConfig
 
 _NAMES = ("w1", "w3", "w2")
 """Gate, up, down."""
@@ -31,9 +32,12 @@ class Gate:
     def __init__(self, config: ExpertConfig, base: str, load: Loader) -> None:
         self._config = config
         self._project = load.wide_projection(f"{base}gate.weight")
+        self._load_choice(base, load)
+
+    def _load_choice(self, base: str, load: Loader) -> None:
         self._bias = load.wide(f"{base}gate.bias")
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """[n, hidden] -> weights [n, chosen] and expert ids [n, chosen].
 
         Of experts that score the same the one with the lower number is chosen.
@@ -41,19 +45,50 @@ class Gate:
         logits = self._project(wide(x)) / self._config.temperature
         # log(1 + exp(x)) without overflow.
         scores = (logits.clamp(min=0) + (-logits.abs()).exp().log1p()).sqrt()
-        order = torch.sort(scores + self._bias, dim=-1, descending=True, stable=True).indices
-        ids = order[:, : self._config.per_token]
+        ids = self._choose(scores, token_ids)
         chosen = scores.gather(1, ids)
         total = added(chosen.unbind(-1)).unsqueeze(-1)
         return chosen / (total + _SMALLEST) * self._config.scale, ids
 
+    def _choose(self, scores: Tensor, token_ids: Tensor | None) -> Tensor:
+        order = torch.sort(scores + self._bias, dim=-1, descending=True, stable=True).indices
+        return order[:, : self._config.per_token]
+
+
+class HashGate(Gate):
+    """Looks experts up by token (V4's first layers); scores are their weights only.
+
+    Raises:
+        CheckpointError: the table names experts that are not there.
+    """
+
+    def _load_choice(self, base: str, load: Loader) -> None:
+        name = f"{base}gate.tid2eid"
+        table = load.request.read(name).long()
+        if bool(((table < 0) | (table >= self._config.num_experts)).any()):
+            raise CheckpointError(f"{name}: names experts beyond {self._config.num_experts}")
+        self._table = table.to(load.request.device)
+
+    def _choose(self, scores: Tensor, token_ids: Tensor | None) -> Tensor:
+        assert token_ids is not None, "experts are chosen by token"
+        return self._table.index_select(0, token_ids)
+
 
 class Experts:
-    """Gate, routed experts and the shared one of a layer."""
+    """Gate, routed experts and the shared one of a layer.
 
-    def __init__(self, config: ExpertConfig, base: str, load: Loader) -> None:
+    Args:
+        config: of the layer.
+        base: what names of its parameters begin with, as in ``layers.0.ffn.``.
+        load: for its parameters.
+        hashed: the gate looks experts up by token.
+    """
+
+    def __init__(
+        self, config: ExpertConfig, base: str, load: Loader, *, hashed: bool = False
+    ) -> None:
         self._limit, self._linear = config.limit, load.ops.linear
-        self._gate = Gate(config, base, load)
+        self._gate = (HashGate if hashed else Gate)(config, base, load)
         self._inputs = load.inputs_of(f"{base}experts.0.w1.weight")
         self._experts = [
             self._held(f"{base}experts.{number}", load) for number in range(config.num_experts)
@@ -75,9 +110,14 @@ class Experts:
         prepare = self._linear.prepare
         return prepare(torch.cat([gate, up]), None), prepare(down, None)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] -> [n, hidden]; contributions are added in ascending expert id."""
-        weights, ids = self._gate(x)
+    def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """[n, hidden] -> [n, hidden]; contributions are added in ascending expert id.
+
+        Args:
+            x: the rows.
+            token_ids: [n], int64, for a gate that goes by them.
+        """
+        weights, ids = self._gate(x, token_ids)
         out = torch.zeros_like(x, dtype=weights.dtype)
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)

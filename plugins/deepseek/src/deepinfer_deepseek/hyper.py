@@ -3,7 +3,8 @@
 The constraint on the matrices (all entries positive, rows and columns sum to one) and its
 computation by repeated normalisation follow "mHC: Manifold-Constrained Hyper-Connections" (2025).
 V4.1 shifts the weights that collapse copies by one sub-layer: those made from the stream before a
-sub-layer are used for the input of the next one, so that one pass over the stream serves both.
+sub-layer are used for the input of the next one, so that one pass over the stream serves both. V4
+uses them for the sub-layer itself, and has a projection of its own for the last collapse.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from deepinfer_deepseek.config import V41Config
-from deepinfer_deepseek.numerics import Loader, added, sigmoid, wide
+from deepinfer_deepseek.numerics import Loader, added, sigmoid, wide, wide_dtype
+from deepinfer_deepseek.stack import StackConfig
 
 
 @frozen(kw_only=True, eq=False)
@@ -21,7 +22,8 @@ class Mix:
     """What a sub-layer does with the copies.
 
     Attributes:
-        collapse: [n, copies], weights of the copies in the next sub-layer's input.
+        collapse: [n, copies], weights of the copies in a sub-layer's input: the next one's, or this
+            one's, see the module.
         spread: [n, copies], weights of the sub-layer's output in each copy.
         carry: [n, copies, copies], weight of copy j (second) in copy k (third) afterwards.
     """
@@ -47,20 +49,15 @@ class Mixer:
         load: for its parameters.
     """
 
-    def __init__(self, config: V41Config, base: str, load: Loader) -> None:
+    def __init__(self, config: StackConfig, base: str, load: Loader) -> None:
         self._copies, self._config = config.hc_copies, config
-        self._norm = load.ops.rms_norm
-        self._project = load.wide_projection(f"{base}_fn")
+        self._project = _Projection(config, base, load)
         self._base, self._scale = load.wide(f"{base}_base"), load.wide(f"{base}_scale")
-        # The norm's own weight is folded into the projection.
-        width = config.hc_copies * config.hidden_size
-        self._ones = torch.ones(width, dtype=self._base.dtype, device=self._base.device)
 
     def __call__(self, stream: Tensor) -> Mix:
         """[n, copies, hidden] -> how to mix."""
         copies, eps = self._copies, self._config.hc_eps
-        flat = self._norm.run(wide(stream).flatten(1), self._ones, self._config.norm_eps)
-        collapse, spread, carry = self._project(flat).split([copies, copies, copies**2], -1)
+        collapse, spread, carry = self._project(stream).split([copies, copies, copies**2], -1)
         base = self._base.split([copies, copies, copies**2])
         scale = self._scale
         return Mix(
@@ -79,6 +76,33 @@ class Mixer:
             c = c / (_row_sums(c) + eps)
             c = c / (_column_sums(c) + eps)
         return c
+
+
+class LastMixer:
+    """Makes the weights of V4's last collapse; arguments as of ``Mixer``."""
+
+    def __init__(self, config: StackConfig, base: str, load: Loader) -> None:
+        self._eps, self._project = config.hc_eps, _Projection(config, base, load)
+        self._base, self._scale = load.wide(f"{base}_base"), load.wide(f"{base}_scale")
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """[n, copies, hidden] -> [n, copies]."""
+        return sigmoid(self._project(stream) * self._scale + self._base) + self._eps
+
+
+class _Projection:
+    """All copies side by side, normed; the norm's own weight is folded into the matrix."""
+
+    def __init__(self, config: StackConfig, base: str, load: Loader) -> None:
+        self._norm, self._eps = load.ops.rms_norm, config.norm_eps
+        self._project = load.wide_projection(f"{base}_fn")
+        width = config.hc_copies * config.hidden_size
+        dtype = wide_dtype(load.dtype)
+        self._ones = torch.ones(width, dtype=dtype, device=load.request.device)
+
+    def __call__(self, stream: Tensor) -> Tensor:
+        """[n, copies, hidden] -> [n, outputs]."""
+        return self._project(self._norm.run(wide(stream).flatten(1), self._ones, self._eps))
 
 
 def _row_sums(c: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepinfer_deepseek.attention import ALIGNED, BLOCK
-from deepinfer_deepseek.config import V41Config
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.groups import keys_of
 from deepinfer_deepseek.numerics import Loader, Rotation, wide
 from deepinfer_deepseek.rows import StepRows
+from deepinfer_deepseek.stack import StackConfig
 
 
 class Indexer:
@@ -19,7 +19,7 @@ class Indexer:
 
     def __init__(
         self,
-        config: V41Config,
+        config: StackConfig,
         layer: int,
         load: Loader,
         rotation: Rotation,

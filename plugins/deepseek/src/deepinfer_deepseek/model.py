@@ -24,7 +24,7 @@ from deepinfer_core.interfaces.model import (
     StepContext,
 )
 from deepinfer_deepseek.attention import Seen, attend
-from deepinfer_deepseek.blocks import Block, Projections
+from deepinfer_deepseek.blocks import Projections, ShiftedBlock
 from deepinfer_deepseek.compressor import Compressor
 from deepinfer_deepseek.config import ARCHITECTURE, V41Config, read_config
 from deepinfer_deepseek.costs import notes, prefill_cost
@@ -158,7 +158,7 @@ class _Layer:
         if layer in config.kv_sources:
             self.compressor = Compressor(config, layer, load, rotation, formats)
         self.attention = _Attention(config, layer, load, rotation, formats)
-        self.block = Block(config, f"layers.{layer}.", config.experts, load)
+        self.block = ShiftedBlock(config, f"layers.{layer}.", config.experts, load)
 
 
 class V41:

@@ -154,3 +154,8 @@ class Loader:
     def norm(self, name: str, eps: float) -> Norm:
         """A norm."""
         return Norm(self.ops.rms_norm, self.wide(f"{name}.weight"), eps)
+
+    def plain_norm(self, size: int, eps: float) -> Norm:
+        """A norm without weights."""
+        ones = torch.ones(size, dtype=self.dtype, device=self.request.device)
+        return Norm(self.ops.rms_norm, ones, eps)

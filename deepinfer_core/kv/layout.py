@@ -70,6 +70,8 @@ class CacheGroupSpec:
         trained_for_bounded: the model declares that it was trained for bounded replay.
         replay_tokens: rows that the model declares to be enough for a bounded replay, 0 = none.
         truncated: rows below ``Batch.keep_from`` are neither written to it nor visible in it.
+        deepens: its layers reach further back through it than through their other windows; False
+            where exact replay need not count it.
     """
 
     name: str
@@ -88,6 +90,7 @@ class CacheGroupSpec:
     trained_for_bounded: bool = False
     replay_tokens: int = field(default=0, validator=validators.ge(0))
     truncated: bool = False
+    deepens: bool = True
 
     @scale_bytes.default
     def _scale_of_each_vector(self) -> int:

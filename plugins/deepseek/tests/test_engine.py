@@ -5,18 +5,17 @@ The tiny model has six encoder layers with a window of 8, so 42 replayed rows re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import deepinfer_deepseek
-from deepinfer_core.config import Choice, EngineConfig, EngineOptions
+from deepinfer_core.config import Choice
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.errors import CompositionError, RequestError
-from deepinfer_core.requests import Request, RequestOutput, SamplingParams
 from deepinfer_deepseek.options import V41Options
+from deepinfer_deepseek.testing.engines import Runner, bits
 from deepinfer_deepseek.testing.tiny import slow, tokens_of, write_tiny
 
 prefix = pytest.importorskip("deepinfer_prefix")
@@ -24,57 +23,6 @@ PrefixConfig = pytest.importorskip("deepinfer_prefix.config").PrefixConfig
 
 EXACT_ROWS = 42
 KEEP = 20
-
-
-class Runner:
-    """An engine, and what its requests come to."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._count = engine, 0
-
-    def submit(self, prompt: Sequence[int], **options: Any) -> str:
-        extra = {name: options.pop(name) for name in ("exact", "priority") if name in options}
-        params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2, **options}
-        self._count += 1
-        name = f"r{self._count}"
-        self.engine.submit(
-            Request(
-                request_id=name,
-                prompt_token_ids=tuple(prompt),
-                params=SamplingParams(**params),
-                **extra,
-            )
-        )
-        return name
-
-    def finish(self, *names: str) -> list[RequestOutput]:
-        while self.engine.has_work:
-            self.engine.step()
-        return [self.engine.take_result(name) for name in names]  # type: ignore[misc]
-
-    def run(self, prompt: Sequence[int], **options: Any) -> RequestOutput:
-        (result,) = self.finish(self.submit(prompt, **options))
-        assert result.error is None, result.error
-        return result
-
-    def computed(self) -> int:
-        return self.engine.stats().num_computed_tokens
-
-    def poison(self) -> None:
-        """Fill all memory of the cache with NaN: what nobody wrote must not be read."""
-        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
-        for storage in storages:
-            for tensor in (*storage._keys, *storage._values):
-                tensor.fill_(float("nan"))
-
-    def pages(self, *names: str) -> dict[str, list[bytes]]:
-        """Everything that some groups hold."""
-        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
-        return {
-            spec.name: [storage.export_page(page) for page in range(12)]
-            for spec, storage in zip(self.engine.spec.groups, storages, strict=True)
-            if spec.name in names
-        }
 
 
 Make = Callable[..., Runner]
@@ -87,33 +35,14 @@ def make(tiny: Path) -> Iterator[Make]:
     def runner(
         cache: Any = "prefix", model: Path = tiny, options: Any = None, **engine: Any
     ) -> Runner:
-        engine = {
-            "page_size": 8,
-            "kv_pages": 160,
-            "max_batch_tokens": 64,
-            "max_drafts": 5,
-            **engine,
-        }
-        config = EngineConfig(
-            model=str(model),
-            cache=cache,
-            model_component=V41Options(decoder_keep=KEEP) if options is None else options,
-            engine=EngineOptions(**engine),
-        )
-        engines.append(
-            Engine.from_config(config, [prefix, deepinfer_deepseek], discover=False, environ={})
-        )
-        made = Runner(engines[-1])
-        made.poison()
+        component = V41Options(decoder_keep=KEEP) if options is None else options
+        made = Runner(model, [prefix], engine, cache=cache, model_component=component)
+        engines.append(made.engine)
         return made
 
     yield runner
     for engine in engines:
         engine.close()
-
-
-def bits(result: RequestOutput) -> list[Any]:
-    return [(output.token_ids, output.logprobs) for output in result.outputs]
 
 
 def bounded(rows: int) -> Any:

@@ -48,7 +48,11 @@ class Rules:
 
 def exact_rows(groups: Sequence[CacheGroupSpec]) -> int:
     """Rows after which nothing below the replay start can be felt: each layer reaches back W-1."""
-    return sum(len(group.layers) * (group.window - 1) for group in groups if _is_window(group))
+    return sum(
+        len(group.layers) * (group.window - 1)
+        for group in groups
+        if _is_window(group) and group.deepens
+    )
 
 
 def rules_for(groups: Sequence[CacheGroupSpec], config: PrefixConfig) -> Rules:

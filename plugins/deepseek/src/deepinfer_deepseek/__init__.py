@@ -19,7 +19,7 @@ DEEPINFER_API = 1
 LATENT = "deepseek.latent"
 """Feature of attention backends: vectors that are key and value at once, chosen entry by entry."""
 
-ARCHITECTURES = frozenset({"DeepseekV41ForCausalLM"})
+ARCHITECTURES = frozenset({"DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"})
 """What the models with such caches answer to."""
 
 
@@ -53,7 +53,7 @@ def deepinfer_checkpoints() -> tuple[AnyComponent, ...]:
 
 @hookimpl
 def deepinfer_models() -> tuple[AnyComponent, ...]:
-    """Offer DeepSeek-V4.1 and DeepSeek-V3."""
+    """Offer DeepSeek-V4.1, V4 and V3."""
     return (
         Component(
             name="deepseek-v41",
@@ -61,8 +61,16 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             config_type=V41Options,
             needs={LATENT},
             offers={Feature.TAPS, Feature.BLOCK_DRAFT},
-            tags=ARCHITECTURES,
+            tags={"DeepseekV41ForCausalLM"},
             summary="DeepSeek-V4.1, text",
+        ),
+        Component(
+            name="deepseek-v4",
+            build=_lazy("v4.model"),
+            needs={LATENT},
+            offers={Feature.TAPS},
+            tags={"DeepseekV4ForCausalLM"},
+            summary="DeepSeek-V4: Flash and Pro",
         ),
         Component(
             name="deepseek-v3",

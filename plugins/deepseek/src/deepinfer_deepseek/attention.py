@@ -57,15 +57,23 @@ class Seen:
         found = self.vectors.index_select(0, slots.flatten()).view(*slots.shape, -1)
         return found.masked_fill_(hidden.unsqueeze(-1), 0)
 
+    def columns(self, start: int, stop: int) -> Seen:
+        """Some of the vectors of every row."""
+        return evolve(self, slots=self.slots[:, start:stop], hidden=self.hidden[:, start:stop])
 
-def attend(q: Tensor, seen: Sequence[Seen], *, scale: float, sinks: Tensor) -> Tensor:
+
+def attend(
+    q: Tensor, seen: Sequence[Seen], *, scale: float, sinks: Tensor, every: Seen | None = None
+) -> Tensor:
     """Attention of each row to its vectors, which are keys and values at once.
 
     Args:
         q: [n, num_heads, dim].
-        seen: what the rows see.
+        seen: what the rows see, as many vectors whatever else is in the step.
         scale: factor on scores.
         sinks: [num_heads], a logit in the softmax's denominator, not scaled.
+        every: more that they see, as many as there are: taken in blocks of one size, whose results
+            are added first to last, so that blocks in which a row sees nothing change nothing.
 
     Returns:
         [n, num_heads, dim]; zero where a row sees nothing.
@@ -79,21 +87,40 @@ def attend(q: Tensor, seen: Sequence[Seen], *, scale: float, sinks: Tensor) -> T
         scaled = functional.pad(scaled, (0, 0, 0, below))
         sinks = functional.pad(sinks, (0, 0, 0, below))
     out = torch.empty_like(q)
+    blocks = [] if every is None else _blocks(every)
     for start in range(0, q.shape[0], TILE_ROWS):
         rows = slice(start, start + TILE_ROWS)
-        keys = torch.cat([part.gather(rows) for part in seen], 1).to(dtype)
-        hidden = torch.cat([part.hidden[rows] for part in seen], 1)
-        beyond = -keys.shape[1] % BLOCK
-        keys = functional.pad(keys, (0, -keys.shape[2] % ALIGNED, 0, beyond))
-        hidden = functional.pad(hidden, (0, beyond), value=True)
-        query = functional.pad(scaled[rows], (0, keys.shape[2] - q.shape[2]))
-        scores = torch.bmm(query, keys.transpose(1, 2))
-        scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        query = functional.pad(scaled[rows], (0, -q.shape[2] % ALIGNED))
+        keys, scores = _scored(query, seen, rows)
         largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
         weights = (scores - largest).exp_()
         masses = weights.sum(-1, keepdim=True) + (sinks - largest).exp()
-        out[rows] = (torch.bmm(weights, keys) / masses)[:, :heads, : q.shape[2]].to(q.dtype)
+        total = torch.bmm(weights, keys)
+        for block in blocks:
+            if bool(block.hidden[rows].all()):
+                continue
+            keys, scores = _scored(query, [block], rows)
+            before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
+            weights, faded = (scores - largest).exp_(), (before - largest).exp()
+            masses = masses * faded + weights.sum(-1, keepdim=True)
+            total = total * faded + torch.bmm(weights, keys)
+        out[rows] = (total / masses)[:, :heads, : q.shape[2]].to(q.dtype)
     return out
+
+
+def _blocks(every: Seen) -> list[Seen]:
+    return [every.columns(at, at + BLOCK) for at in range(0, every.slots.shape[1], BLOCK)]
+
+
+def _scored(query: Tensor, seen: Sequence[Seen], rows: slice) -> tuple[Tensor, Tensor]:
+    """Vectors of some rows, padded, [rows, m, dim], and their scores, [rows, heads, m]."""
+    keys = torch.cat([part.gather(rows) for part in seen], 1).to(query.dtype)
+    hidden = torch.cat([part.hidden[rows] for part in seen], 1)
+    beyond = -keys.shape[1] % BLOCK
+    keys = functional.pad(keys, (0, query.shape[2] - keys.shape[2], 0, beyond))
+    hidden = functional.pad(hidden, (0, beyond), value=True)
+    scores = torch.bmm(query, keys.transpose(1, 2))
+    return keys, scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
 
 
 class LatentStorage:

@@ -58,12 +58,12 @@ class Compressor:
         positions = rows.positions.index_select(0, done) - (self._ratio - 1)
         angles = self._rotation.angles(positions)
         entries = self._formats.entry(self._rotation.turn(latents, angles))
-        _put(storage, self._layer, plan.write_slots, entries)
+        put(storage, self._layer, plan.write_slots, entries)
         if self._key is not None:
             # The key is made from the latent as it is before rotation and rounding.
             keys = self._rotation.turn(self._key_norm(self._key(latents)), angles)
             storage, plan = rows.group(keys_of(self._ratio))
-            _put(storage, self._layer, plan.write_slots, self._formats.index(keys))
+            put(storage, self._layer, plan.write_slots, self._formats.index(keys))
 
     def _pooled(self, x: Tensor, rows: StepRows) -> Tensor:
         """[n, dim]: of the entry each row completes; anything for rows that complete none."""
@@ -83,6 +83,7 @@ class Compressor:
         return weighted / added(weights)
 
 
-def _put(storage: LatentStorage, layer: int, slots: Tensor, vectors: Tensor) -> None:
+def put(storage: LatentStorage, layer: int, slots: Tensor, vectors: Tensor) -> None:
+    """Write vectors of a layer."""
     target = storage.keys(layer)
     target.index_copy_(0, slots, vectors.to(target.dtype))

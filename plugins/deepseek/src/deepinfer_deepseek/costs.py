@@ -9,6 +9,7 @@ from deepinfer_core.checkpoint.tensors import Kept, WeightSpec
 from deepinfer_core.interfaces.cost import AttentionCost, PrefillCost, StageCost
 from deepinfer_deepseek.config import V41Config
 from deepinfer_deepseek.quant.blocks import FP4, FP4_16, FP8, Record
+from deepinfer_deepseek.stack import ExpertConfig
 
 _BACKTRACK = 6
 """Rows of a window's ring besides the window, for drafts that are taken back."""
@@ -33,7 +34,9 @@ def prefill_cost(
         if words[0] == "layers" and len(weight.shape) == 2 and weight.kept is not Kept.MAPPED:
             # All rows leave their entry and its key on the way into the decoder.
             early = int(words[1]) < boundary or "compressor" in words or "wk" in words
-            linear[not early] += 2.0 * math.prod(weight.shape) * _share(config, weight)
+            linear[not early] += (
+                2.0 * math.prod(weight.shape) * routed_share(config.experts, weight)
+            )
     layers = range(config.num_layers)
     return PrefillCost(
         stages=(
@@ -55,9 +58,8 @@ def prefill_cost(
     )
 
 
-def _share(config: V41Config, weight: WeightSpec) -> float:
+def routed_share(experts: ExpertConfig, weight: WeightSpec) -> float:
     """How many of the rows a matrix sees."""
-    experts = config.experts
     return experts.per_token / experts.num_experts if weight.kept is Kept.PACKED else 1.0
 
 
@@ -84,7 +86,7 @@ def _attention(config: V41Config, layers: range) -> tuple[AttentionCost, ...]:
 
 def notes(config: V41Config, weights: Sequence[WeightSpec]) -> tuple[tuple[str, str], ...]:
     """Lines of a plan: sizes in the published formats, which production kernels compute with."""
-    return (("published", _published(config)), ("devices", _devices(weights)))
+    return (("published", _published(config)), ("devices", describe_devices(weights)))
 
 
 def _published(config: V41Config) -> str:
@@ -103,7 +105,7 @@ def _published(config: V41Config) -> str:
     )
 
 
-def _devices(weights: Sequence[WeightSpec]) -> str:
+def describe_devices(weights: Sequence[WeightSpec]) -> str:
     """Weights on each device as published, experts spread and tables in the files."""
     sizes = dict.fromkeys(Kept, 0)
     for weight in weights:
@@ -115,7 +117,7 @@ def _devices(weights: Sequence[WeightSpec]) -> str:
         f"{count}: {(sizes[Kept.DENSE] + sizes[Kept.PACKED] / count) / 2**30:.1f} GiB"
         for count in _DEVICES
     )
-    return (
-        f"weights as published on each of {each}; {sizes[Kept.MAPPED] / 2**30:.1f} GiB of tables "
-        "stay in the files"
+    tables = sizes[Kept.MAPPED]
+    return f"weights as published on each of {each}" + (
+        f"; {tables / 2**30:.1f} GiB of tables stay in the files" if tables else ""
     )

@@ -23,7 +23,7 @@ from deepinfer_core.interfaces.model import (
     ModelSpec,
     StepContext,
 )
-from deepinfer_deepseek.attention import Seen, attend
+from deepinfer_deepseek.attention import attend
 from deepinfer_deepseek.blocks import Projections, ShiftedBlock
 from deepinfer_deepseek.compressor import Compressor
 from deepinfer_deepseek.config import ARCHITECTURE, V41Config, read_config
@@ -47,7 +47,7 @@ from deepinfer_deepseek.hyper import collapse, mean_of_copies
 from deepinfer_deepseek.indexer import Indexer
 from deepinfer_deepseek.numerics import Loader, Rotation
 from deepinfer_deepseek.options import V41Options
-from deepinfer_deepseek.rows import StepRows, rows_kept, rows_of
+from deepinfer_deepseek.rows import StepRows, chosen_entries, rows_kept, rows_of
 from deepinfer_deepseek.weights import ignored_weights, weight_specs
 
 
@@ -122,21 +122,10 @@ class _Attention:
         if self._indexer is not None:
             rows.lists[self._layer] = self._indexer.rank(x, low_rank, angles, rows)
         if self._ratio:
-            seen.append(self._entries(rows))
+            name, chosen = entries_of(self._ratio), rows.lists[self._list_of]
+            seen.append(chosen_entries(rows, name, self._layer, chosen))
         mixed = attend(q, seen, scale=project.scale, sinks=project.sinks)
         return project.output(mixed, angles)
-
-    def _entries(self, rows: StepRows) -> Seen:
-        """Entries of the owner that the list of this layer names."""
-        chosen = rows.lists[self._list_of]
-        storage, plan = rows.group(entries_of(self._ratio))
-        slots = torch.zeros_like(chosen)
-        for sequence, start, stop in rows.spans:
-            count = rows.num_entries(sequence, self._ratio)
-            if count:
-                at = plan.entry_slots(sequence, count)
-                slots[start:stop] = at[chosen[start:stop].clamp(min=0)]
-        return Seen(vectors=storage.keys(self._layer), slots=slots, hidden=chosen < 0)
 
 
 class _Layer:

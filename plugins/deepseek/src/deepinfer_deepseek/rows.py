@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepinfer_core.batch import Batch
 from deepinfer_core.interfaces.model import StepContext
-from deepinfer_deepseek.attention import LatentPlan, LatentStorage
+from deepinfer_deepseek.attention import LatentPlan, LatentStorage, Seen
 
 
 @define(kw_only=True, eq=False)
@@ -90,3 +90,37 @@ def rows_kept(rows: StepRows, truncated: str) -> StepRows:
         groups={**rows.groups, truncated: (storage, plan.narrowed(kept))},
         kept=kept,
     )
+
+
+def chosen_entries(rows: StepRows, name: str, layer: int, chosen: Tensor) -> Seen:
+    """Entries that a list names.
+
+    Args:
+        rows: the rows.
+        name: of the cache group.
+        layer: who reads it.
+        chosen: [n, topk], int64: numbers of entries, then -1.
+    """
+    storage, plan = rows.group(name)
+    slots = torch.zeros_like(chosen)
+    for sequence, start, stop in rows.spans:
+        count = rows.num_entries(sequence, plan.group.ratio)
+        if count:
+            at = plan.entry_slots(sequence, count)
+            slots[start:stop] = at[chosen[start:stop].clamp(min=0)]
+    return Seen(vectors=storage.keys(layer), slots=slots, hidden=chosen < 0)
+
+
+def all_entries(rows: StepRows, name: str, layer: int) -> Seen:
+    """All entries that are complete at each row; for the arguments see ``chosen_entries``."""
+    storage, plan = rows.group(name)
+    ratio = plan.group.ratio
+    most = max(rows.num_entries(sequence, ratio) for sequence, _, _ in rows.spans)
+    slots = torch.zeros(len(rows.positions), most, dtype=torch.int64, device=rows.positions.device)
+    for sequence, start, stop in rows.spans:
+        count = rows.num_entries(sequence, ratio)
+        if count:
+            slots[start:stop, :count] = plan.entry_slots(sequence, count)
+    visible = ((rows.positions + 1) // ratio).unsqueeze(1)
+    hidden = torch.arange(most, device=slots.device) >= visible
+    return Seen(vectors=storage.keys(layer), slots=slots, hidden=hidden)

@@ -244,7 +244,9 @@ def read_quantization(read: ConfigReader, config: Mapping[str, Any]) -> Quantiza
     table = ConfigReader({"expert_dtype": experts, "fmt": "e4m3", "scale_fmt": "ue8m0", **found})
     for key, value in {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}.items():
         if table.config.get(key) != value:
-            table.problems.append(f"{key}: only {value!r} is supported, got {table.config[key]!r}")
+            table.problems.append(
+                f"{key}: only {value!r} is supported, got {table.config.get(key)!r}"
+            )
     if table.config["expert_dtype"] not in ("fp4", "fp8"):
         table.problems.append(f"expert_dtype: 'fp4' or 'fp8', got {table.config['expert_dtype']!r}")
     block = read_ids(table, "weight_block_size")

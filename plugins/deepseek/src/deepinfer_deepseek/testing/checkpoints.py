@@ -19,9 +19,7 @@ from torch import Tensor
 from deepinfer_core.checkpoint.tensors import WeightSpec
 from deepinfer_core.testing.tiny import byte_level_tokenizer
 from deepinfer_deepseek.checkpoint.matrices import FP4, MatrixFormat
-from deepinfer_deepseek.config import read_config
-from deepinfer_deepseek.testing.tiny import random_weights, tiny_config
-from deepinfer_deepseek.weights import weight_specs
+from deepinfer_deepseek.testing.tiny import TINY_V4, random_weights, tiny_config, weights_of
 
 QUANTIZATION: Mapping[str, Any] = {
     "quant_method": "fp8",
@@ -75,6 +73,24 @@ def packed_config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def packed_config_v4(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny V4 in the published layout: flat, with larger blocks.
+
+    Args:
+        changes: fields of it.
+    """
+    quantization = {**QUANTIZATION, "weight_block_size": [128, 128]}
+    experts = quantization.pop("expert_dtype")
+    sizes = {name: size for name, size in _SIZES.items() if name in TINY_V4}
+    return {
+        **TINY_V4,
+        **sizes,
+        "expert_dtype": experts,
+        "quantization_config": quantization,
+        **changes,
+    }
+
+
 def write_checkpoint(
     folder: Path,
     config: Mapping[str, Any] | None = None,
@@ -104,6 +120,7 @@ def write_checkpoint(
     }
     if plain:
         del written["quantization_config"]
+        written.pop("expert_dtype", None)
     (folder / "config.json").write_text(json.dumps(written, indent=2))
     _save(folder, tensors, max_shard_bytes)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
@@ -120,9 +137,8 @@ def plain_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]
 
 def _weights(config: Mapping[str, Any], seed: int) -> list[tuple[WeightSpec, Tensor]]:
     found = random_weights(config, seed)
-    specs = weight_specs(read_config(config))
     # Optional ones are those of images, in every published checkpoint.
-    return [(spec, found.get(spec.name, torch.zeros(spec.shape))) for spec in specs]
+    return [(spec, found.get(spec.name, torch.zeros(spec.shape))) for spec in weights_of(config)]
 
 
 def _plain(spec: WeightSpec, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiny models of DeepSeek-V4.1, random, by the published names of tensors."""
+"""Tiny models of DeepSeek-V4.1 and V4, random, by the published names of tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer_core.checkpoint.tensors import WeightSpec
 from deepinfer_core.testing.checkpoint_files import write_safetensors
 from deepinfer_core.testing.harness import ModelHarness
 from deepinfer_core.testing.tiny import byte_level_tokenizer
@@ -20,6 +21,9 @@ from deepinfer_deepseek.engram import compressed_ids, hashes_of
 from deepinfer_deepseek.model import V41Family
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.testing.slow import SlowV41
+from deepinfer_deepseek.v4 import config as v4_config
+from deepinfer_deepseek.v4 import weights as v4_weights
+from deepinfer_deepseek.v4.model import V4Family
 from deepinfer_deepseek.weights import weight_specs
 
 TINY: dict[str, Any] = {
@@ -89,16 +93,59 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     return config
 
 
+TINY_V4: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "dtype": "float32",
+    "vocab_size": 272,
+    "hidden_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "sliding_window": 8,
+    "compress_ratios": [0, 0, 4, 16, 4, 16, 0],
+    "num_hash_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": TINY["rope_scaling"],
+    "max_position_embeddings": 512,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "eos_token_id": 256,
+}
+"""Layers of every role; a ratio of 16 in place of 128."""
+
+
+def weights_of(config: Mapping[str, Any]) -> tuple[WeightSpec, ...]:
+    """Every tensor of a model, whichever it is of the two."""
+    if config.get("architectures") == TINY_V4["architectures"]:
+        return v4_weights.weight_specs(v4_config.read_config(config))
+    return weight_specs(read_config(config))
+
+
 def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Every tensor by its published name, float32, of a size that keeps a model lively."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for spec in weight_specs(read_config(config)):
+    for spec in weights_of(config):
         if spec.optional:
             continue
         values = torch.randn(spec.shape, generator=generator)
         name = spec.name
-        if "norm" in name:
+        if name.endswith(".tid2eid"):
+            # A token's experts are different ones.
+            scores = torch.rand(spec.shape[0], config["n_routed_experts"], generator=generator)
+            values = scores.argsort(-1)[:, : spec.shape[1]]
+        elif "norm" in name:
             values = 1 + 0.1 * values
         elif name.endswith((".q_weight", ".k_weight")):
             values = 1 + 0.3 * values
@@ -106,7 +153,7 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
             values = 1 + 0.2 * values
         elif name.endswith("_fn"):
             values = values * 2 / spec.shape[1] ** 0.5
-        elif len(spec.shape) == 2 and not name.endswith("embed.weight"):
+        elif len(spec.shape) == 2 and not name.endswith(("embed.weight", ".ape")):
             values = values * 1.5 / spec.shape[1] ** 0.5
         tensors[name] = values
     return tensors
@@ -118,6 +165,26 @@ def write_tiny(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     write_safetensors(folder, random_weights(config, seed), config)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def write_tiny_v4(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a checkpoint directory of V4 with a tokenizer."""
+    config = {**TINY_V4, **changes}
+    write_safetensors(folder, random_weights(config, seed), config)
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def harness_v4(folder: Path, *, dtype: str = "float64") -> ModelHarness:
+    """As ``harness``, of V4."""
+    return ModelHarness(
+        folder,
+        dtype=dtype,
+        family=V4Family(),
+        attention=("latent", build_attention),
+        batch_invariant=dtype == "float32",
+        page_size=8,
+    )
 
 
 def harness(folder: Path, *, dtype: str = "float64", **options: Any) -> ModelHarness:

@@ -42,6 +42,12 @@ def test_groups_that_need_nothing_are_not_replayed() -> None:
     assert (rules.windows, rules.fresh) == ((1,), (2,))
 
 
+def test_windows_within_others_add_no_rows() -> None:
+    near = group(GroupKind.WINDOW, layers=5, window=8, replay=EXACT, deepens=False)
+    assert exact_rows((*BOTH, near)) == exact_rows(BOTH)
+    assert rules_for((*BOTH, near), PrefixConfig()).windows == (1, 2)
+
+
 def test_auto_is_exact_unless_the_model_says_otherwise() -> None:
     rules = rules_for(BOTH, PrefixConfig())
     assert (rules.snapshots, rules.replay_rows, rules.replay_is_exact) == (True, 3 * 127, True)

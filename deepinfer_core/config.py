@@ -148,7 +148,8 @@ class PluginsConfig:
     """The table ``[plugins]``.
 
     Attributes:
-        disabled: names of installed plugins that are not loaded.
+        disabled: names of installed plugins that are not loaded; one that is not installed is told,
+            not refused.
         required: plugins that must be there, as requirements ("deepinfer-prefix>=0.1") or names.
         load: importable modules that are plugins without being installed as such.
     """

@@ -17,7 +17,7 @@ from attrs import frozen
 
 from deepinfer_core import values
 from deepinfer_core.config import AUTO, EngineConfig
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 
 
 @frozen(kw_only=True)
@@ -77,7 +77,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read configuration {path}: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration {path} is not UTF-8 text: {error}") from error
     try:

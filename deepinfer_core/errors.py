@@ -30,6 +30,11 @@ MAX_SHOWN = 25
 """Problems of one error that its message lists; ``problems`` has them all."""
 
 
+def reason(error: BaseException) -> str:
+    """Return what an error says, without the number and the path of an ``OSError``."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 class DeepInferError(Exception):
     """Base of every error raised on purpose."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from attrs import field, frozen
 
 from deepinfer_core.components import Slot
-from deepinfer_core.errors import LockMismatch
+from deepinfer_core.errors import LockMismatch, reason
 from deepinfer_core.hookspecs import API
 from deepinfer_core.plan import Plan
 from deepinfer_core.plugins import PluginHost
@@ -160,7 +160,7 @@ def read_lock(path: Path) -> Lock:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LockMismatch(f"cannot read the lock {path}: {error}") from error
+        raise LockMismatch(f"cannot read the lock {path}: {reason(error)}") from error
     return loads(text, str(path))
 
 
@@ -186,7 +186,7 @@ def handshake(
         message: Any = json.loads(receive())
         theirs: Lock = structure(message, Lock)
     except (OSError, EOFError) as error:
-        raise LockMismatch(f"{peer} hung up during the handshake: {error}") from error
+        raise LockMismatch(f"{peer} hung up during the handshake: {reason(error)}") from error
     except (ValueError, Misfit) as error:
         raise LockMismatch(
             f"{peer} does not speak the handshake of this version: {error}"

@@ -131,6 +131,7 @@ class PluginHost:
         installed = from_entry_points(points)
         sources = [*(installed if builtin else installed[1:]), *map(from_module, self.config.load)]
         sources += [from_object(plugin) for plugin in given]
+        self._names = frozenset(source.name for source in sources)
         admitted = self._admit(sources)
         self._admitted = self._expel_intruders(admitted)
         self.conflicts = _conflicts(self._admitted)
@@ -146,12 +147,21 @@ class PluginHost:
         """The plugins that are broken, by name."""
         return tuple(sorted((broken for _, broken in self._broken), key=lambda b: b.label))
 
-    def broken_line(self) -> str | None:
-        """Return the one line that every start prints if a plugin is broken."""
-        if not self._broken:
-            return None
-        names = ", ".join(broken.label for broken in self.broken)
-        return f"broken plugins: {names}; see: deepinfer plugins doctor (with the same --config)"
+    def warnings(self) -> list[str]:
+        """Return the lines that every start prints: one for all broken plugins, one a typing error.
+
+        A name that is disabled and not installed is no error: one file serves several machines.
+        """
+        lines = [
+            f"[plugins] disabled: no plugin is named {name!r}{suggest(name, self._names)}"
+            for name in self.config.disabled
+            if name not in self._names
+        ]
+        if self._broken:
+            names = ", ".join(broken.label for broken in self.broken)
+            hint = "see: deepinfer plugins doctor (with the same --config)"
+            lines.insert(0, f"broken plugins: {names}; {hint}")
+        return lines
 
     def components(self, slot: Slot) -> tuple[AnyComponent, ...]:
         """Return every offer for a slot, best first."""
@@ -179,7 +189,7 @@ class PluginHost:
             raise PluginLoadError(
                 "; ".join([message, *(f"perhaps {broken}" for broken in self.broken)])
             )
-        raise CompositionError(message, [f"installed: {', '.join(known) or 'none'}"])
+        raise CompositionError(message)
 
     def require(self) -> None:
         """Refuse to go on without the plugins that the configuration or the caller asks for.

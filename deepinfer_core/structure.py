@@ -57,7 +57,7 @@ class Misfit(ConfigError):
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" or the known names, to end a message about an unknown one."""
-    known = sorted(known)
+    known = sorted(map(str, known))
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     close = close or [item for item in known if name and item.startswith(name)]
     if close:

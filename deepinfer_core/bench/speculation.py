@@ -13,7 +13,7 @@ from attrs import frozen
 from deepinfer_core.bench.load import Load, Measurement, measure
 from deepinfer_core.bench.series import Series, SeriesChart
 from deepinfer_core.engine.engine import Engine
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 from deepinfer_core.requests import SamplingParams
 
 Report = dict[str, Any]
@@ -78,7 +78,7 @@ def _read_file(path: Path) -> list[Task]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read prompts from {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read prompts from {path}: {reason(error)}") from error
     found = []
     for number, line in enumerate(lines, 1):
         try:

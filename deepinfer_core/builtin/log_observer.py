@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 from deepinfer_core.builtin.configs import JsonlObserverConfig, LogObserverConfig
-from deepinfer_core.errors import EngineError
+from deepinfer_core.errors import EngineError, reason
 from deepinfer_core.interfaces.observer import Event, ObserverContext
 from deepinfer_core.log import get_logger
 
@@ -71,7 +71,7 @@ class JsonlObserver:
             )
         except OSError as error:
             raise EngineError(
-                f"observer 'jsonl' cannot write to {config.path!r}: {error.strerror or error}; "
+                f"observer 'jsonl' cannot write to {config.path!r}: {reason(error)}; "
                 "set observer.jsonl.path to a file in a folder that exists"
             ) from error
 

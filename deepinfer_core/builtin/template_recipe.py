@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from deepinfer_core import values
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.recipe import RecipeContext
 
@@ -42,7 +43,8 @@ class TemplateRecipe:
         """Return the token ids of the prompt; see ``Recipe.render``.
 
         Args:
-            messages: mappings with ``role`` and ``content``; at least one.
+            messages: mappings with ``role`` and ``content``, a text or a list of text parts, which
+                are joined; at least one.
             tools: tool descriptions as JSON schemas.
             add_generation_prompt: end with the beginning of the assistant's turn.
             options: further names that the template sees, such as ``enable_thinking``.
@@ -51,7 +53,7 @@ class TemplateRecipe:
             RequestError: the model has no template, a message is malformed, or the template
                 refuses the conversation.
         """
-        _check(messages)
+        messages = _read(messages)
         extra = dict(options or {})
         if reserved := sorted(_RESERVED.intersection(extra)):
             raise RequestError(
@@ -87,16 +89,35 @@ class TemplateRecipe:
         )
 
 
-def _check(messages: Any) -> None:
-    """Refuse what templates would render as rubbish; the rest is checked by the template."""
+def _read(messages: Any) -> list[Mapping[str, Any]]:
+    """Return messages as every template can take them; refuse what it would fail on or mangle."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError("messages must be a list of mappings with 'role' and 'content'")
     if not messages:
         raise RequestError("messages is empty; give at least one, such as a user's question")
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not (content is None or isinstance(content, str | list | tuple)):
-            raise RequestError(
-                f"content of message {index} must be a string or a list of parts, "
-                f"not {type(content).__name__}"
-            )
+    return [_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
+
+
+def _message(where: str, message: Any) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise values.refuse(where, message, "a mapping with a 'role' string")
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant":  # may consist of calls or of thoughts
+            return {**message, "content": ""}
+        raise RequestError(f"{where}.content is missing; give a text")
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list | tuple):
+        raise values.refuse(f"{where}.content", content, "a text or a list of text parts")
+    parts = [_part(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
+    return {**message, "content": "".join(parts)}
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind != "text":
+        raise RequestError(f"{where}: {kind!r} is not supported; only parts of type 'text' are")
+    if kind is None or not isinstance(part.get("text"), str):
+        raise values.refuse(where, part, "a part such as {'type': 'text', 'text': 'Hello'}")
+    return str(part["text"])

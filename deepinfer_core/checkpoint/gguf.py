@@ -18,7 +18,7 @@ from deepinfer_core.checkpoint.gguf_config import architecture_of, translate_con
 from deepinfer_core.checkpoint.gguf_file import MAGIC, GgufFile, GgufTensor
 from deepinfer_core.checkpoint.gguf_names import ROPE_FACTORS, Source, map_names
 from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
-from deepinfer_core.errors import CheckpointError
+from deepinfer_core.errors import CheckpointError, reason
 from deepinfer_core.text.tokenizer import Tokenizer
 
 _DENSE: Mapping[str, torch.dtype] = {
@@ -41,7 +41,7 @@ class GgufFormat:
         except CheckpointError as error:
             return error.summary
         except OSError as error:
-            return f"cannot read {path}: {error.strerror or error}"
+            return f"cannot read {path}: {reason(error)}"
         return None if found == MAGIC else f"{file.name} does not start with the GGUF signature"
 
     def open(self, path: Path) -> GgufCheckpoint:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer_core.checkpoint.mapped import map_file
-from deepinfer_core.errors import CheckpointError
+from deepinfer_core.errors import CheckpointError, reason
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -109,7 +109,7 @@ def _map(path: Path) -> npt.NDArray[np.uint8]:
             raise _bad(path, "the file is shorter than a GGUF signature")
         return map_file(path)
     except OSError as error:
-        raise CheckpointError(f"cannot open {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot open {path}: {reason(error)}") from error
 
 
 def _bad(path: Path, *problems: str) -> CheckpointError:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from deepinfer_core.checkpoint.mapped import map_file
 from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
-from deepinfer_core.errors import CheckpointError
+from deepinfer_core.errors import CheckpointError, reason
 from deepinfer_core.text.tokenizer import Tokenizer
 
 _INDEX = "model.safetensors.index.json"
@@ -109,7 +109,7 @@ class SafetensorsCheckpoint:
             try:
                 self._shards[shard] = map_file(shard)
             except OSError as error:
-                problems.append(f"{shard.name}: {error.strerror or error}")
+                problems.append(f"{shard.name}: {reason(error)}")
         if problems:
             raise CheckpointError(f"the checkpoint {path} cannot be used", problems)
 
@@ -209,7 +209,7 @@ def _read_json(file: Path, problems: list[str], *, required: bool) -> Mapping[st
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        problems.append(f"{file.name} cannot be read: {error}")
+        problems.append(f"{file.name} cannot be read: {reason(error)}")
         return MappingProxyType({})
     if not isinstance(found, dict):
         problems.append(f"{file.name} must hold a JSON object")

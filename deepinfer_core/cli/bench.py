@@ -21,6 +21,7 @@ from deepinfer_core.cli.bench_quality import quality
 from deepinfer_core.cli.bench_replay import replay
 from deepinfer_core.cli.bench_spec import spec
 from deepinfer_core.cli.options import EngineArgs, FiniteRange, engine_options
+from deepinfer_core.errors import reason
 
 if TYPE_CHECKING:
     from deepinfer_core.bench.reports import Bench
@@ -281,7 +282,7 @@ def _prepare(folder: Path, picture: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.UsageError(f"cannot make {folder}: {error.strerror or error}") from error
+        raise click.UsageError(f"cannot make {folder}: {reason(error)}") from error
     if picture == "png" and find_spec("matplotlib") is None:
         raise click.UsageError("--format png needs matplotlib: pip install matplotlib")
 

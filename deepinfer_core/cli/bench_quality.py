@@ -40,9 +40,10 @@ def read_variant(text: str) -> Variant:
 @click.option(
     "--variant",
     "variants",
-    metavar="NAME=KEY=VALUE,...",
+    metavar="NAME[=KEY=VALUE,...]",
     multiple=True,
-    help="What to compare with the reference; several.  [default: the configuration as it is]",
+    help="What to compare with the reference; several. A name alone, as the default, is the "
+    "configuration as it is.",
 )
 @click.option(
     "--reference",

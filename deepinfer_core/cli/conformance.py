@@ -15,9 +15,10 @@ import click
 
 from deepinfer_core.cli.options import open_host
 from deepinfer_core.components import Component, Slot
-from deepinfer_core.errors import ConformanceError
+from deepinfer_core.errors import CompositionError, ConformanceError, PluginLoadError
 from deepinfer_core.plugin_check import normalized
 from deepinfer_core.plugins import PluginHost
+from deepinfer_core.structure import suggest
 
 Targets = list[tuple[Slot, Component[Any]]]
 
@@ -52,7 +53,11 @@ def conformance(
     config: Path | None,
     verbose: bool,
 ) -> None:
-    """Check a component against the contract of its slot; a bare NAME where it is unique."""
+    """Check a component against the contract of its slot; a bare NAME where it is unique.
+
+    The exit status is 0 if it keeps the contract, 1 if it breaks it or cannot run here, and 2 if
+    there is no such component.
+    """
     if (target is None) == (plugin is None):
         raise click.UsageError("give either SLOT/NAME or --plugin DIST")
     from deepinfer_core.config_file import read_config
@@ -65,56 +70,55 @@ def conformance(
         if reason:
             click.echo(f"not run: {slot}/{name} cannot run here: {reason}")
     runnable = [(slot, item.name) for slot, item in targets if not reasons[slot, item.name]]
-    status = run_contracts(runnable, plugins.load, verbose=verbose) if runnable else 0
-    context.exit(status or int(len(runnable) < len(targets)))
+    failed = bool(runnable and run_contracts(runnable, plugins.load, verbose=verbose))
+    context.exit(int(failed or len(runnable) < len(targets)))
 
 
 def by_name(host: PluginHost, target: str) -> Targets:
     """Return the one component that ``SLOT/NAME`` or a unique ``NAME`` means.
 
     Raises:
-        ConformanceError: there is no such slot, or a bare name is not unique.
+        CompositionError: there is no such slot or component, or a bare name is not unique.
         DeepInferError: as ``PluginHost.find``.
     """
     slot_name, slash, name = target.rpartition("/")
     if slash:
         if slot_name not in list(Slot):
-            raise ConformanceError(
-                f"no slot is called {slot_name!r}", [f"slots: {', '.join(Slot)}"]
-            )
+            raise CompositionError(f"no slot is named {slot_name!r}{suggest(slot_name, Slot)}")
         return [(Slot(slot_name), host.find(Slot(slot_name), name))]
     found = [(slot, item) for slot in Slot for item in host.components(slot) if item.name == name]
     if len(found) == 1:
         return found
     places = [f"{slot}/{item.name}" for slot, item in found]
     if places:
-        raise ConformanceError(f"{name!r} is in several slots; name one", places)
-    known = [f"{slot}/{item.name}" for slot in Slot for item in host.components(slot)]
-    broken = [str(item) for item in host.broken]
-    raise ConformanceError(f"no component is called {name!r}", [*known, *broken])
+        raise CompositionError(f"{name!r} is in several slots; name one", places)
+    known = {item.name for slot in Slot for item in host.components(slot)}
+    broken = [f"perhaps {item}" for item in host.broken]
+    raise CompositionError(f"no component is named {name!r}{suggest(name, known)}", broken)
 
 
 def by_plugin(host: PluginHost, name: str) -> Targets:
     """Return every component of a distribution, or of a plugin by its own name.
 
     Raises:
-        ConformanceError: there is no such plugin, it is broken, or it offers nothing.
+        CompositionError: there is no such plugin, or it offers nothing.
+        PluginLoadError: it is broken.
     """
     wanted = normalized(name)
     for broken in host.broken:
         if wanted in (normalized(broken.distribution), normalized(broken.name)):
-            raise ConformanceError(str(broken))
+            raise PluginLoadError(str(broken))
     plugins = [
         item
         for item in host.plugins
         if wanted in (normalized(item.distribution), normalized(item.name))
     ]
     if not plugins:
-        known = [f"{item.name} ({item.label})" for item in host.plugins]
-        raise ConformanceError(f"no plugin is called {name!r}", known)
+        known = {item.name for item in host.plugins}
+        raise CompositionError(f"no plugin is named {name!r}{suggest(name, known)}")
     offers = [offer for item in plugins for offer in item.offers]
     if not offers:
-        raise ConformanceError(f"plugin {name!r} offers no component; there is nothing to check")
+        raise CompositionError(f"plugin {name!r} offers no component; there is nothing to check")
     return [(slot, host.find(slot, item)) for slot, item in offers]
 
 

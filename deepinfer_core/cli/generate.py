@@ -42,7 +42,7 @@ MAX_COMPLAINTS = 10
     "--input",
     "input_path",
     metavar="FILE",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     help="Prompts, one JSON value on each line; - is standard input.",
 )
 @click.option(

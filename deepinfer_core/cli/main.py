@@ -32,6 +32,7 @@ from deepinfer_core.errors import (
     PluginError,
     RequestError,
     UnknownModelError,
+    reason,
 )
 
 __all__ = [
@@ -197,8 +198,9 @@ def run(args: Sequence[str] | None = None) -> int:
     except DeepInferError as error:
         return _show(error, str(error), state.debug)
     except OSError as error:
-        # Whatever files a command names itself it has told about; what is left is its own output.
-        return _show(error, f"cannot write: {error.strerror or error}", state.debug)
+        # Whatever files a command names itself it has told about; without a name it is its output.
+        what = "cannot write" if error.filename is None else f"cannot use {error.filename}"
+        return _show(error, f"{what}: {reason(error)}", state.debug)
     except Exception as error:
         text = f"{type(error).__name__}: {error} (this is a bug; --debug shows where)"
         return _show(error, text, state.debug)

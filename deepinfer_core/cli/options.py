@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from attrs import frozen
 
+from deepinfer_core.requests import MAX_SEED
+
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig, PluginsConfig
     from deepinfer_core.plugins import PluginHost
@@ -112,12 +114,11 @@ class SamplingArgs:
 
 
 def open_host(config: PluginsConfig | None = None) -> PluginHost:
-    """Load the plugins and name the broken ones on stderr, in one line."""
+    """Load the plugins, and say on stderr what every start says of them."""
     from deepinfer_core.plugins import PluginHost
 
     host = PluginHost(config=config)
-    line = host.broken_line()
-    if line:
+    for line in host.warnings():
         click.echo(f"warning: {line}", err=True)
     return host
 
@@ -152,7 +153,12 @@ _SAMPLING = (
         type=FiniteRange(min=0),
         help="Randomness of the choice; 0 takes the likeliest token.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), help="Seed of the random choices."),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=-(2**63), max=MAX_SEED),
+        metavar="INTEGER",
+        help="Seed of the random choices, 64 bits.",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from deepinfer_core.errors import DeepInferError, RequestError
+from deepinfer_core.errors import DeepInferError, RequestError, reason
 
 _DISK_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
@@ -169,4 +169,4 @@ def _explained(path: Path | None) -> Iterator[None]:
                 f"the disk is full: {where} keeps the results so far; free some space and run the "
                 "same command again"
             ) from error
-        raise OutputError(f"cannot write {where}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write {where}: {reason(error)}") from error

@@ -13,7 +13,7 @@ import click
 from attrs import frozen
 
 from deepinfer_core.cli.options import SamplingArgs
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import RequestError, reason
 from deepinfer_core.structured import StructuredOutput
 from deepinfer_core.thinking import ThinkingLimit
 
@@ -63,7 +63,7 @@ def _structured(text: str) -> StructuredOutput:
         try:
             source = Path(source[1:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--structured cannot read {source[1:]}: {error}") from error
+            raise RequestError(f"--structured cannot read {source[1:]}: {reason(error)}") from error
     if kind not in _TEXTS:
         with contextlib.suppress(ValueError):
             return StructuredOutput(kind=kind, source=json.loads(source))

@@ -135,8 +135,8 @@ def assemble(
     config = apply_environ(config, environ)
     if host is None:
         host = PluginHost(plugins, config=config.plugins, discover=discover)
-        if line := host.broken_line():
-            get_logger("plugins").warning("plugins.broken", detail=line)
+        for line in host.warnings():
+            get_logger("plugins").warning("plugins.doubtful", detail=line)
     require_environ(config, host, environ)
     plan, found = plan_model(config, host, environ, progress=progress)
     builder = _Builder(plan, found)

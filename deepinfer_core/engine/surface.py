@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 class TextCodec(Protocol):
     """The part of a tokenizer that fronts use."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> Sequence[int]:
         """Token ids of a text."""
         ...

@@ -92,6 +92,10 @@ def find_model(
     Raises:
         PullError: there is no such model, or it cannot be fetched; says what was tried.
     """
+    if not str(name_or_path).strip():
+        raise UnknownModelError(
+            "the name of the model is empty; give a path, a known name or a hub id"
+        )
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import attrs
 
-from deepinfer_core.errors import PullError
+from deepinfer_core.errors import PullError, reason
 from deepinfer_core.hub.progress import Progress, Silent
 
 _CHUNK_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def writing(target: Path) -> Iterator[None]:
             raise PullError(
                 f"no permission to write {error.filename or target}; choose another cache folder"
             ) from error
-        raise PullError(f"cannot write {target}: {error.strerror or error}") from error
+        raise PullError(f"cannot write {target}: {reason(error)}") from error
 
 
 def _download(

@@ -14,7 +14,7 @@ from string import Template
 
 from deepinfer_core import __version__
 from deepinfer_core.components import Slot
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 from deepinfer_core.plugins import PluginHost
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -71,7 +71,7 @@ def render(name: str, slot: Slot, folder: Path) -> Path:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write {target}: {reason(error)}") from error
     return target
 
 

@@ -141,6 +141,8 @@ class ChatTemplate:
         }
         try:
             return join_bounded(self._template.generate(names | fresh_budget()))
+        except jinja2.UndefinedError as error:
+            raise RequestError(_missing(str(error))) from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -181,7 +183,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
         raise RequestError("messages must be a list of mappings with 'role' and 'content'")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError(f"message {index} must be a mapping with a 'role' string")
+            raise RequestError(f"messages[{index}] must be a mapping with a 'role' string")
     return [_normalised(plain_data(message)) for message in messages]
 
 
@@ -195,6 +197,12 @@ def _normalised(message: dict[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _missing(text: str) -> str:
+    found = re.search(r"has no attribute '(.+)'|'(.+)' is undefined", text)
+    what = repr(found[1] or found[2]) if found else f"something that is not there ({text})"
+    return f"the chat template reads {what}, which these messages and options do not have"
 
 
 def _resource(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from deepinfer_core import values
-from deepinfer_core.errors import RequestError, TokenizerError
+from deepinfer_core.errors import RequestError, TokenizerError, reason
 from deepinfer_core.text.gguf_tokenizer import tokenizer_from_metadata
 
 _TOKEN_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -80,7 +80,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises bare Exception for every problem
-            raise TokenizerError(f"{file} cannot be read: {error}") from error
+            raise TokenizerError(f"{file} cannot be read: {reason(error)}") from error
         names = _special_names(path)
         return cls(
             backend,

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -146,6 +147,41 @@ def test_template_sees_tools_and_options() -> None:
         [{"role": "user", "content": "x"}], tools=[{"name": "f"}], options={"thinking": True}
     )
     assert byte_tokenizer().decode(rendered, skip_special_tokens=False) == "f thinks<|eos|>"
+
+
+def test_text_parts_are_joined_whatever_the_template_takes() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert recipe().render([{"role": "user", "content": parts}]) == recipe().render(
+        [{"role": "user", "content": "ab"}]
+    )
+
+
+def test_what_an_assistant_does_may_have_no_text() -> None:
+    source = "{% for m in messages %}{{ m.role }}:{{ m['content'] + '.' }}{% endfor %}"
+    ids = recipe(source).render([{"role": "assistant", "tool_calls": []}])
+    assert byte_tokenizer().decode(ids, skip_special_tokens=False) == "assistant:."
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (5, r"messages\[0\] must be a mapping with a 'role' string, not 5"),
+        ({"role": "user"}, r"messages\[0\]\.content is missing; give a text"),
+        (
+            {"role": "user", "content": 5},
+            r"messages\[0\]\.content must be a text or a list",
+        ),
+        ({"role": "user", "content": [5]}, r"messages\[0\]\.content\[0\] must be a part such as"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] must be a part such as"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r"messages\[0\]\.content\[0\]: 'image_url' is not supported; only parts of type 'text'",
+        ),
+    ],
+)
+def test_messages_no_template_can_take_are_refused(message: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        recipe().render([message])
 
 
 def test_a_model_without_template_refuses_only_conversations() -> None:

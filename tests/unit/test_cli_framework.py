@@ -25,8 +25,9 @@ from deepinfer_core.cli.main import (
 )
 from deepinfer_core.components import Slot
 from deepinfer_core.config import EngineConfig
-from deepinfer_core.errors import ConfigError, ConformanceError, DeepInferError
+from deepinfer_core.errors import CompositionError, ConfigError, DeepInferError
 from deepinfer_core.plugins import PluginHost
+from deepinfer_core.requests import SamplingParams
 from deepinfer_core.testing.plugins import offer, plugin
 
 Shown = Callable[..., tuple[int, str, str]]
@@ -118,6 +119,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
         (ConfigError("bad file", ["x @ y"]), 2, "error: bad file\n  - x @ y\n"),
         (DeepInferError("no luck"), 1, "error: no luck\n"),
         (KeyboardInterrupt(), 130, ""),
+        (OSError(28, "No space left on device"), 1, "error: cannot write: No space left on device"),
+        (FileNotFoundError(2, "No such file", "/x"), 1, "error: cannot use /x: No such file\n"),
         (
             ZeroDivisionError("1/0"),
             1,
@@ -214,6 +217,23 @@ def test_accelerator_goes_before_variable_goes_before_file(
         EngineArgs(config=path).load()
     for args in (EngineArgs(accelerator="cpu"), EngineArgs(sets=("accelerator.use=cpu",))):
         assert args.load().accelerator.use == "cpu"
+
+
+@pytest.mark.parametrize("command", ["inspect", "pull"])
+def test_an_empty_name_is_no_model(deepinfer: Shown, command: str) -> None:
+    status, out, err = deepinfer(command, "")
+    assert (status, out) == (2, "")
+    assert "the name of the model is empty" in err
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
+def test_seeds_are_those_of_the_python_api(seed: int) -> None:
+    @click.command()
+    @sampling_options
+    def command(sampling_args: SamplingArgs) -> None:
+        assert SamplingParams(**sampling_args.given()).seed == seed
+
+    command.main(["--seed", str(seed)], standalone_mode=False)
 
 
 def test_broken_plugins_are_named_in_one_line_at_every_start(
@@ -394,16 +414,23 @@ def test_targets_of_conformance() -> None:
     ("find", "name", "message"),
     [
         (by_name, "acme", "in several slots; name one\n  - cache/acme\n  - drafter/acme"),
-        (by_name, "cash/acme", "no slot is called 'cash'"),
-        (by_name, "nobody", "no component is called 'nobody'\n  - cache/acme"),
-        (by_plugin, "nobody", "no plugin is called 'nobody'"),
+        (by_name, "cash/acme", "no slot is named 'cash'; did you mean 'cache'?"),
+        (by_name, "nobody", "no component is named 'nobody'; known: acme, other"),
+        (by_name, "cache/nobody", "no cache is named 'nobody'; known: acme, other"),
+        (by_plugin, "nobody", "no plugin is named 'nobody'; known: acme, other, silent"),
         (by_plugin, "silent", "offers no component"),
     ],
 )
 def test_targets_that_are_not_there(find: Any, name: str, message: str) -> None:
-    with pytest.raises(ConformanceError) as caught:
+    with pytest.raises(CompositionError) as caught:
         find(TARGETS, name)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["nobody", "cash/pages", "cache/nobody"])
+def test_conformance_of_what_is_not_there_is_wrong_usage(deepinfer: Shown, target: str) -> None:
+    assert deepinfer("conformance", target)[0] == 2
+    assert deepinfer("conformance", "--plugin", "nobody")[0] == 2
 
 
 def test_conformance_needs_one_target(deepinfer: Shown) -> None:

@@ -293,10 +293,17 @@ def test_import_failure_names_distribution_cause_and_remedy(
     assert cause in broken.cause
     assert broken.remedy
     assert host.find(Slot.CACHE, "good").name == "good"
-    assert (
-        host.broken_line() == "broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor "
-        "(with the same --config)"
-    )
+    assert host.warnings() == [
+        "broken plugins: bad (acme-bad 1.5); see: deepinfer plugins doctor (with the same --config)"
+    ]
+
+
+def test_disabled_names_that_no_plugin_has_are_told() -> None:
+    host = PluginHost(config=PluginsConfig(disabled=("builtim", "nobody")), entry_points=())
+    assert host.warnings() == [
+        "[plugins] disabled: no plugin is named 'builtim'; did you mean 'builtin'?",
+        "[plugins] disabled: no plugin is named 'nobody'; known: builtin",
+    ]
 
 
 @pytest.mark.parametrize(

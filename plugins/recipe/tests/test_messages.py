@@ -143,6 +143,21 @@ def test_refusals(world: Any, change: dict[str, Any], param: str) -> None:
     assert (shape["type"], shape["error"]["type"]) == ("error", "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, r"messages\[0\]\.content"),
+        ({"system": 5}, "system"),
+    ],
+)
+def test_what_may_be_a_text_or_blocks_says_so(
+    world: Any, change: dict[str, Any], field: str
+) -> None:
+    expected = f"^{field}: must be a string or a list of content blocks, not the number 5$"
+    with pytest.raises(ProtocolError, match=expected):
+        world.read(NAME, body(**change))
+
+
 def test_a_failure_in_the_middle(world: Any) -> None:
     reply = world.read(NAME, body()).reply("abc", 1)
     reply.start()

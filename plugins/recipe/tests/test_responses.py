@@ -127,3 +127,9 @@ def test_refusals(world: Any, change: dict[str, Any], param: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         world.read(NAME, body(**change))
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(("given", "found"), [(5, "not the number 5"), ({}, "not an object")])
+def test_input_may_be_a_text_or_items(world: Any, given: Any, found: str) -> None:
+    with pytest.raises(ProtocolError, match=f"input: must be a string or a list of items, {found}"):
+        world.read(NAME, body(input=given))

@@ -48,6 +48,7 @@ def test_tokens_of_texts_and_back(start: Any) -> None:
         ("/detokenize", "{}"),
         ("/detokenize", '{"tokens": [-1]}'),
         ("/detokenize", '{"tokens": [true]}'),
+        ("/detokenize", '{"tokens": [97, 257]}'),
         ("/detokenize", '{"tokens": "ab"}'),
         ("/tokenize", "[" * 100_000),
     ],

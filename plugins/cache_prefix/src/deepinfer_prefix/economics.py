@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen, validators
 
-from deepinfer_core.errors import RequestError
+from deepinfer_core.errors import RequestError, reason
 
 MILLION = 1_000_000
 HOUR_S = 3600
@@ -131,7 +131,7 @@ def read_trace(path: Path) -> Tokens:
                 output += fields.get("output_tokens", len(fields.get("token_ids", ())))
                 requests += 1
     except (OSError, UnicodeDecodeError, TypeError) as error:
-        raise RequestError(f"cannot read the trace {path}: {error}") from error
+        raise RequestError(f"cannot read the trace {path}: {reason(error)}") from error
     if not requests:
         raise RequestError(
             f"{path} holds no finished request: a line is a JSON object with prompt_tokens and "

@@ -10,7 +10,7 @@ import click
 
 from deepinfer_core.cli.main import EngineArgs, engine_options
 from deepinfer_core.cli.options import FiniteRange
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from deepinfer_core.engine.engine import Engine
@@ -103,7 +103,7 @@ def _keys_of(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys of {path}: {error}") from error
+        raise ConfigError(f"cannot read the API keys of {path}: {reason(error)}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path} holds no API key; write one a line")

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 from deepinfer_core.log import get_logger
 from deepinfer_serve.app import make_app
 from deepinfer_serve.options import ServeOptions
@@ -41,7 +41,7 @@ def listen(options: ServeOptions) -> socket.socket:
     except OSError as error:
         opened.close()
         raise ConfigError(
-            f"cannot listen on {options.host} port {options.port}: {error.strerror or error}; "
+            f"cannot listen on {options.host} port {options.port}: {reason(error)}; "
             "choose another --host or --port (0 takes a free one)"
         ) from error
     return opened

@@ -145,14 +145,17 @@ class Texts:
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
         body = await self._object(request)
-        ids = body.get("tokens")
-        good = isinstance(ids, list) and all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids
-        )
-        if not good or not isinstance(ids, list) or len(ids) > MAX_IDS:
+        ids, vocab_size = body.get("tokens"), self._site.engine.tokenizer.vocab_size
+        if not isinstance(ids, list) or len(ids) > MAX_IDS:
             raise ProtocolError(
                 f"tokens must be a list of at most {MAX_IDS} token ids", param="tokens"
             )
+        for at, item in enumerate(ids):
+            if type(item) is not int or not 0 <= item < vocab_size:
+                raise ProtocolError(
+                    f"tokens[{at}] must be a token id from 0 to {vocab_size - 1}, not {item!r:.40}",
+                    param=f"tokens[{at}]",
+                )
         skip = bool(body.get("skip_special_tokens", False))
         text = await self._site.convert(
             lambda: self._site.engine.tokenizer.decode(ids, skip_special_tokens=skip)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deepinfer_core.errors import CheckpointError
+from deepinfer_core.errors import CheckpointError, reason
 from deepinfer_dspark.shape import DraftShape, parameter_sizes, read_shape
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -102,7 +102,9 @@ def load(folder: Path) -> DraftCheckpoint:
         files = sorted(folder.glob("*.safetensors"))
         tensors = {name: t for file in files for name, t in load_file(file).items()}
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read a draft model from {folder}: {error}") from error
+        raise CheckpointError(
+            f"cannot read a draft model from {folder}: {reason(error)}"
+        ) from error
     if not isinstance(config, dict) or not tensors:
         raise CheckpointError(f"{folder} holds no draft model: no *.safetensors file in it")
     checkpoint = DraftCheckpoint(config=config, tensors=tensors, where=str(folder))

@@ -17,7 +17,7 @@ from pathlib import Path
 import lmdb
 from attrs import evolve
 
-from deepinfer_core.errors import CompositionError
+from deepinfer_core.errors import CompositionError, reason
 from deepinfer_core.interfaces.kv_store import PageState
 from deepinfer_core.log import get_logger
 from deepinfer_prefix.tiers.index import Entry, Index, IndexView, SegmentInfo
@@ -61,9 +61,8 @@ class Directory:
                 self._refuse_twice()
                 self.try_to_read()
         except (OSError, lmdb.Error) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or error
             raise CompositionError(
-                f"kv_store: {path} cannot be used: {reason}; "
+                f"kv_store: {path} cannot be used: {reason(error)}; "
                 "set kv_store.directory to a local folder that this user may write"
             ) from error
 

@@ -17,6 +17,7 @@ from deepinfer_recipe.wire.fields import Fields
 from deepinfer_recipe.wire.sampling import read_budget
 
 _REFUSED = ("mcp_servers", "container")
+_BLOCKS = "a string or a list of content blocks"
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 
 
@@ -68,7 +69,7 @@ def _system(fields: Fields) -> list[Message]:
         return []
     if isinstance(system, str):
         return [Message(role="system", content=system)] if system else []
-    texts = [_text(block) for block in fields.objects("system")]
+    texts = [_text(block) for block in fields.objects("system", allowed=_BLOCKS)]
     return [Message(role="system", content="\n\n".join(texts))]
 
 
@@ -84,7 +85,7 @@ def _messages(item: Fields) -> list[Message]:
         raise item.error("content", "is missing")
     if isinstance(content, str):
         return [Message(role=role, content=content)]
-    blocks = item.objects("content")
+    blocks = item.objects("content", allowed=_BLOCKS)
     return [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
 
 
@@ -108,7 +109,7 @@ def _result(block: Fields) -> Message:
     if content is None or isinstance(content, str):
         text = content or ""
     else:
-        parts = block.objects("content")
+        parts = block.objects("content", allowed=_BLOCKS)
         text = "".join(_block_text(part, part.text("type")) for part in parts)
     if block.flag("is_error"):
         text = f"Error: {text}"

@@ -107,18 +107,18 @@ class Fields:
         """Return true or false."""
         return self._typed(name, bool, "true or false", default)
 
-    def items(self, name: str, default: Any = _MISSING) -> Any:
-        """Return a list."""
-        return self._typed(name, list, "a list", default)
+    def items(self, name: str, default: Any = _MISSING, allowed: str = "a list") -> Any:
+        """Return a list; ``allowed`` says what else the caller takes."""
+        return self._typed(name, list, allowed, default)
 
-    def object(self, name: str, default: Any = _MISSING) -> Any:
-        """Return an object as `Fields`, or the default."""
-        found = self._typed(name, dict, "an object", default)
+    def object(self, name: str, default: Any = _MISSING, allowed: str = "an object") -> Any:
+        """Return an object as `Fields`, or the default; ``allowed`` says what else is taken."""
+        found = self._typed(name, dict, allowed, default)
         return Fields(found, self.path(name)) if isinstance(found, dict) else found
 
-    def objects(self, name: str, default: Any = _MISSING) -> list[Fields]:
-        """Return a list of objects."""
-        found = self.items(name, default)
+    def objects(self, name: str, default: Any = _MISSING, allowed: str = "a list") -> list[Fields]:
+        """Return a list of objects; ``allowed`` says what else the caller takes."""
+        found = self.items(name, default, allowed)
         for place, item in enumerate(found):
             if not isinstance(item, dict):
                 raise self.error(f"{name}[{place}]", f"must be an object, not {_kind(item)}")

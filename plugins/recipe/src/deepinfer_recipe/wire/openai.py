@@ -92,9 +92,8 @@ def text_content(fields: Fields, name: str) -> str:
     content = fields.get(name)
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise fields.error(name, "must be a string or a list of parts")
-    return "".join(_part(part) for part in fields.objects(name))
+    parts = fields.objects(name, allowed="a string or a list of parts")
+    return "".join(map(_part, parts))
 
 
 def _part(part: Fields) -> str:
@@ -155,7 +154,7 @@ def choose_tools(body: Fields, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...
         if word == "required" and not tools:
             raise body.error("tool_choice", "'required' needs tools")
         return tools, word
-    fields = body.object("tool_choice")
+    fields = body.object("tool_choice", allowed="none, auto, required or an object")
     kind = fields.one_of("type", ("function", "allowed_tools"))
     if kind == "allowed_tools":
         return _allowed(fields, tools)

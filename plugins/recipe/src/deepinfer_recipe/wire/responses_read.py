@@ -24,13 +24,13 @@ def input_items(fields: Fields, known: Sequence[Item], identity: str) -> list[di
     Raises:
         ProtocolError: the input is malformed, or refers to an item that is not known.
     """
-    given = fields.get("input")
+    given, allowed = fields.get("input"), "a string or a list of items"
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": given}]
         fields = Fields({"input": given})
     found: list[dict[str, Any]] = []
     by_id = {item.get("id"): item for item in known}
-    for place, item in enumerate(fields.objects("input")):
+    for place, item in enumerate(fields.objects("input", allowed=allowed)):
         shape = dict(given[place])
         if item.text("type", "message") == "item_reference":
             referred = by_id.get(item.text("id"))

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from deepinfer_core import LLM, EngineConfig, EngineOptions, SamplingParams
 from deepinfer_core.config import Choice
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 from deepinfer_core.requests import RequestOutput
 from deepinfer_dspark.config import RecorderConfig
 
@@ -64,7 +64,7 @@ def read_prompts(paths: Sequence[Path]) -> list[tuple[str, str]]:
         try:
             lines = path.read_text().splitlines()
         except OSError as error:
-            raise ConfigError(f"cannot read prompts from {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot read prompts from {path}: {reason(error)}") from error
         for number, line in enumerate(filter(str.strip, lines), 1):
             try:
                 record = json.loads(line)

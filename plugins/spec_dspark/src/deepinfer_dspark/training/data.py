@@ -16,7 +16,7 @@ import torch
 from attrs import asdict, frozen
 from torch import Tensor
 
-from deepinfer_core.errors import ConfigError
+from deepinfer_core.errors import ConfigError, reason
 from deepinfer_dspark.training.target import Target
 
 UNKNOWN = 2
@@ -75,7 +75,7 @@ def read_answers(path: Path, *, skip: int = 0) -> Iterator[Answer]:
     try:
         lines = path.read_text().split("\n")[:-1]
     except OSError as error:
-        raise ConfigError(f"cannot read answers from {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read answers from {path}: {reason(error)}") from error
     for index, line in enumerate(lines[skip:], skip):
         try:
             found = json.loads(line)

@@ -163,6 +163,10 @@ class BlockDrafter(Protocol):
 
     It may come from a checkpoint of its own or be a part of the target (``BlockDraftModel``). It
     keeps nothing between calls: rows of context are handed out, and come back as ``DraftContext``.
+
+    With ``lookahead`` a row is made of a position and the token after it: behind its taps stands
+    that token's embedding. The row of the position before an anchor is complete only with the
+    anchor; it is no context, but what ``hidden`` gets in place of the anchor's embedding.
     """
 
     @property
@@ -180,14 +184,20 @@ class BlockDrafter(Protocol):
         """Context positions that any layer ever sees, 0 = all."""
         ...
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens after its position that a row is made of: 0 or 1."""
+        ...
+
     def context(
         self, features: torch.Tensor, positions: Int64
     ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Turn tapped rows into what draft layers see.
 
         Args:
-            features: [n, num_taps * hidden_size], the taps side by side, float32.
-            positions: [n].
+            features: [n, num_taps * hidden_size], the taps side by side, float32; with
+                ``lookahead`` hidden_size more, see above.
+            positions: [n], ascending for each sequence.
 
         Returns:
             Per draft layer (keys, values), n rows each.
@@ -203,7 +213,8 @@ class BlockDrafter(Protocol):
         """The parallel part.
 
         Args:
-            anchors: [n, hidden_size], float32, embeddings of the newest token of each sequence.
+            anchors: [n, hidden_size], float32, embeddings of the newest token of each sequence;
+                with ``lookahead`` the rows before them, as in ``context``.
             positions: of the anchors.
             contexts: what each sequence's block sees.
 

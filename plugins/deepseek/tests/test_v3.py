@@ -133,12 +133,6 @@ def test_pages_hold_latents() -> None:
     assert [(g.num_kv_heads, g.key_dim, g.value_dim) for g in spec.groups] == [(1, 30, 24)]
 
 
-def test_draft_layers_of_a_checkpoint_are_left_alone() -> None:
-    config = {**SIZES, "num_nextn_predict_layers": 1}
-    spec = V3Family().describe(config, page_size=16, kv_dtype="float32")
-    assert spec.ignored_weights == (r"model\.layers\.3\..*",)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

@@ -75,7 +75,7 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
         Component(
             name="deepseek-v3",
             build=_lazy("v3"),
-            offers={Feature.TAPS},
+            offers={Feature.TAPS, Feature.BLOCK_DRAFT},
             tags={"DeepseekV3ForCausalLM"},
             summary="DeepSeek-V3 and R1: latent attention",
         ),

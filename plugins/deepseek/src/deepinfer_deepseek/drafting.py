@@ -36,6 +36,8 @@ class V41BlockDrafter:
         head: the target's.
     """
 
+    lookahead = 0
+
     def __init__(
         self,
         config: V41Config,

@@ -8,7 +8,7 @@ beside a rotated key that the heads share. The projections are folded into queri
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope
 from deepinfer_core.models.rope import RopeSpec, tables
+from deepinfer_deepseek.mtp import MtpDrafter
 from deepinfer_deepseek.numerics import Projection, added, sigmoid, wide, wide_dtype
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
@@ -77,7 +78,7 @@ class V3Config:
         dense_layers: leading layers without experts.
         num_groups: groups of experts.
         chosen_groups: groups that a token may choose from.
-        num_draft_layers: layers for drafts at the end of a checkpoint, which are not read.
+        num_draft_layers: layers for drafts at the end of a checkpoint; the first one is used.
     """
 
     vocab_size: int
@@ -192,7 +193,8 @@ def weight_specs(config: V3Config) -> tuple[WeightSpec, ...]:
         shapes[f"{place}.gate_proj.weight"] = shapes[f"{place}.up_proj.weight"] = (size, hidden)
         shapes[f"{place}.down_proj.weight"] = (hidden, size)
 
-    for layer in range(config.num_layers):
+    draft = range(config.num_layers, config.num_layers + min(config.num_draft_layers, 1))
+    for layer in range(config.num_layers + len(draft)):
         base = f"model.layers.{layer}."
         attention = f"{base}self_attn."
         shapes[f"{base}input_layernorm.weight"] = (hidden,)
@@ -217,7 +219,30 @@ def weight_specs(config: V3Config) -> tuple[WeightSpec, ...]:
         gated(f"{base}mlp.shared_experts", config.num_shared * config.expert_size)
         for expert in range(config.num_experts):
             gated(f"{base}mlp.experts.{expert}", config.expert_size)
-    return tuple(WeightSpec(name=name, shape=shape) for name, shape in shapes.items())
+    for layer in draft:
+        base = f"model.layers.{layer}."
+        shapes[f"{base}eh_proj.weight"] = (hidden, 2 * hidden)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            shapes[f"{base}{name}.weight"] = (hidden,)
+    return tuple(
+        # Whoever stores a model anew often leaves its layer for drafts out.
+        WeightSpec(name=name, shape=shape, optional=_layer_of(name) in draft)
+        for name, shape in shapes.items()
+    )
+
+
+def _layer_of(name: str) -> int:
+    words = name.split(".")
+    return int(words[2]) if words[1] == "layers" else -1
+
+
+def ignored_weights(config: V3Config) -> tuple[str, ...]:
+    """Regular expressions of tensors that nothing here needs."""
+    first = config.num_layers
+    copies = rf"model\.layers\.{first}\.(embed_tokens|shared_head\.head)\.weight"
+    others = range(first + 1, first + config.num_draft_layers)
+    own = (copies,) if config.num_draft_layers else ()
+    return (*own, *(rf"model\.layers\.{layer}\..*" for layer in others))
 
 
 class V3Family:
@@ -226,7 +251,6 @@ class V3Family:
     def describe(self, config: Mapping[str, Any], *, page_size: int, kv_dtype: str) -> ModelSpec:
         """See ``ModelFamily.describe``."""
         v3 = read_config(config)
-        last = range(v3.num_layers, v3.num_layers + v3.num_draft_layers)
         return ModelSpec(
             architecture=ARCHITECTURE,
             vocab_size=v3.vocab_size,
@@ -247,7 +271,7 @@ class V3Family:
                 ),
             ),
             weights=weight_specs(v3),
-            ignored_weights=tuple(rf"model\.layers\.{layer}\..*" for layer in last),
+            ignored_weights=ignored_weights(v3),
             eos_token_ids=v3.eos_token_ids,
         )
 
@@ -279,14 +303,20 @@ class HeadProducts:
         return torch.bmm(padded, self._weights)[:, :rows].transpose(0, 1)
 
 
-class _Attention:
-    """Latent attention of one layer."""
+class LatentAttention:
+    """Latent attention of one layer, its place in the cache left open.
+
+    Attributes:
+        scale: factor on scores.
+        latent_dim: leading numbers of a key that are its value.
+    """
 
     def __init__(
         self, config: V3Config, layer: int, load: WeightLoader, request: BuildRequest
     ) -> None:
         base = f"model.layers.{layer}.self_attn."
         self._layer, self._config, self._ops = layer, config, request.ops
+        self.scale, self.latent_dim = config.scale, config.latent_dim
         linear = request.ops.linear
 
         def projection(name: str) -> Projection:
@@ -308,23 +338,30 @@ class _Attention:
         self._params = AttentionParams(scale=config.scale)
 
     def __call__(self, step: StepContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        config, norm = self._config, self._ops.rms_norm.run
-        low = x
+        """[n, hidden] -> [n, hidden], over the cache group of the step."""
+        q = self.queries(x, cos, sin)
+        keys, values = self.latents(x, cos, sin)
+        return self.output(step.attend(self._layer, q, keys, values, self._params))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[n, hidden] -> [n, heads, latent + rotated]."""
+        config, low = self._config, x
         if config.q_rank is not None:
-            low = norm(self._q_down(x), self._q_norm, LATENT_EPS)
+            low = self._ops.rms_norm.run(self._q_down(x), self._q_norm, LATENT_EPS)
         q = self._q(low).unflatten(-1, (config.num_heads, -1))
         plain, turned = q.split([config.plain_dim, config.rope_dim], -1)
+        return torch.cat([self._into_latents(plain), self._turn(turned, cos, sin)], -1)
+
+    def latents(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, hidden] -> keys [n, 1, latent + rotated], and the values, which are their front."""
+        config = self._config
         latent, key = self._kv(x).split([config.latent_dim, config.rope_dim], -1)
-        latent = norm(latent.contiguous(), self._kv_norm, LATENT_EPS)
-        turned = self._turn(turned, cos, sin)
-        key = self._turn(key.unsqueeze(1), cos, sin)
-        mixed = step.attend(
-            self._layer,
-            torch.cat([self._into_latents(plain), turned], -1),
-            torch.cat([latent.unsqueeze(1), key], -1),
-            latent.unsqueeze(1),
-            self._params,
-        )
+        latent = self._ops.rms_norm.run(latent.contiguous(), self._kv_norm, LATENT_EPS)
+        latent = latent.unsqueeze(1)
+        return torch.cat([latent, self._turn(key.unsqueeze(1), cos, sin)], -1), latent
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """[n, heads, latent] -> [n, hidden]."""
         return self._output(self._out_of_latents(mixed).flatten(1))
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -397,12 +434,34 @@ def _first(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+@frozen(kw_only=True, eq=False)
+class DraftParts:
+    """What ``MtpDrafter`` is made of.
+
+    Attributes:
+        norms: by their names in the layer; "target" is the target's last one.
+        join: [n, 2 x hidden] -> [n, hidden].
+        attention: of the layer.
+        experts: of the layer, [n, hidden] -> [n, hidden].
+        tables: cosines and sines by position.
+        dtype: of the computation.
+    """
+
+    norms: Mapping[str, Callable[[Tensor], Tensor]]
+    join: Callable[[Tensor], Tensor]
+    attention: LatentAttention
+    experts: Callable[[Tensor], Tensor]
+    tables: Sequence[Tensor]
+    dtype: torch.dtype
+
+
 class V3:
     """The model. See ``deepinfer_core.interfaces.model.Model``."""
 
     def __init__(self, config: V3Config, request: BuildRequest) -> None:
         load, ops = WeightLoader(request), request.ops
-        self.spec = request.spec
+        self.spec, self._config = request.spec, config
+        self._request, self._load = request, load
         self._ops, self._eps = ops, config.norm_eps
         self._embedding, self._head = load.ends(tied=False)
         self._norm = load.tensor("model.norm.weight")
@@ -413,7 +472,7 @@ class V3:
                 load.tensor(f"{base}{name}_layernorm.weight")
                 for name in ("input", "post_attention")
             ]
-            attention = _Attention(config, layer, load, request)
+            attention = LatentAttention(config, layer, load, request)
             part: _FeedForward | _Mixture
             if layer < config.dense_layers:
                 part = _FeedForward(f"{base}mlp", load, request)
@@ -434,6 +493,40 @@ class V3:
     def head(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] -> [n, vocab_size] float32."""
         return wide(self._ops.linear.run(hidden, self._head))
+
+    def block_drafter(self) -> MtpDrafter | None:
+        """Build the layer for drafts of the checkpoint; None where it has none.
+
+        Raises:
+            CheckpointError: a part of it is missing.
+        """
+        config, layer = self._config, self._config.num_layers
+        base = f"model.layers.{layer}."
+        if not config.num_draft_layers:
+            return None
+        try:
+            join = Projection(self._ops.linear, self._load.tensor(f"{base}eh_proj.weight"))
+        except CheckpointError:
+            return None
+
+        def norm(weight: Tensor) -> Callable[[Tensor], Tensor]:
+            return lambda x: self._ops.rms_norm.run(x, weight, self._eps)
+
+        names = (
+            *("enorm", "hnorm", "shared_head.norm"),
+            *("input_layernorm", "post_attention_layernorm"),
+        )
+        weights = {name: self._load.tensor(f"{base}{name}.weight") for name in names}
+        weights["target"] = self._norm
+        parts = DraftParts(
+            norms={name: norm(weight) for name, weight in weights.items()},
+            join=join,
+            attention=LatentAttention(config, layer, self._load, self._request),
+            experts=_Mixture(config, f"{base}mlp.", self._load, self._request),
+            tables=self._tables,
+            dtype=getattr(torch, self._request.dtype),
+        )
+        return MtpDrafter(parts, layer - 1, self.head)
 
     def forward(self, step: StepContext) -> Tensor:
         """[num_logits, hidden_size] of the rows whose logits are wanted."""

@@ -16,8 +16,8 @@ class DsparkConfig:
     """Options of drafter ``dspark``.
 
     Attributes:
-        checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin
-            for this target.
+        checkpoint: folder of a draft model in either form; "" = the layers for drafts that the
+            target carries itself, else the model that comes with the plugin for it.
         block_size: most drafts of a pass; 0 = what the draft model was trained for.
         replay_tokens: positions that are computed again after a prefix was found in the cache, so
             that drafts have something to go by; 0 = none.
@@ -36,7 +36,8 @@ class Mtp1Config:
     """Options of drafter ``mtp1``: the first draft of a model like ``dspark``'s, one a round.
 
     Attributes:
-        checkpoint: folder of a draft model in either form; "" = the one that comes with the plugin.
+        checkpoint: folder of a draft model in either form; "" = the layers for drafts that the
+            target carries itself, else the model that comes with the plugin.
         replay_tokens: as in ``DsparkConfig``.
     """
 

@@ -26,6 +26,7 @@ from deepinfer_core.sampling import (
 )
 from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.context import ContextCache, feature_rows
+from deepinfer_dspark.pairs import Pairs, Span
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -93,6 +94,7 @@ class DsparkDrafter:
         self._calibration = calibration
         self._independent = independent
         self._block_size = block_size or runner.block_size
+        self._pairs = Pairs(embed) if runner.lookahead else None
         self._contexts: dict[int, ContextCache] = {}
         self._drafted: dict[int, list[float]] = {}
 
@@ -100,24 +102,27 @@ class DsparkDrafter:
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, Tensor]) -> None:
         """Turn the target's layer outputs into keys and values."""
-        positions = rows.positions.astype("int64")
+        positions, tokens = rows.positions.astype("int64"), rows.token_ids.astype("int64")
         spans = self._spans(rows)
         wanted = None
         if sum(stop - start for _, start, stop in spans) < len(positions):
             wanted = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
-            positions = positions[wanted.numpy()]
+            positions, tokens = positions[wanted.numpy()], tokens[wanted.numpy()]
+            spans = _closed(spans)
         features = feature_rows([taps[name] for name in self.taps], wanted)
+        if self._pairs is not None:
+            spans, features, positions = self._pairs.join(spans, features, positions, tokens)
+        if not len(positions):
+            return
         found = self._runner.context(features, positions)
-        offset = 0
         for sequence_id, start, stop in spans:
-            part = slice(offset, offset + stop - start)
+            part = slice(start, stop)
             cache = self._contexts.get(sequence_id)
             if cache is None:
                 cache = self._contexts[sequence_id] = ContextCache(self._runner.window)
             cache.append(positions[part], [(k[part], v[part]) for k, v in found])
-            offset += stop - start
 
-    def _spans(self, rows: CommittedRows) -> list[tuple[int, int, int]]:
+    def _spans(self, rows: CommittedRows) -> list[Span]:
         """(sequence, first row, stop): rows that later drafts can see."""
         window, starts = self._runner.window, rows.query_starts.tolist()
         found = []
@@ -139,6 +144,8 @@ class DsparkDrafter:
         cache = self._contexts.get(sequence_id)
         if cache is not None:
             cache.cut(num_tokens)
+        if self._pairs is not None:
+            self._pairs.commit(sequence_id, num_tokens)
 
     def adopt(self, sequence_id: int, cache: ContextCache) -> None:
         """Take a context that was computed elsewhere."""
@@ -149,11 +156,15 @@ class DsparkDrafter:
         cache = self._contexts.get(parent_id)
         if cache is not None:
             self._contexts[child_id] = cache.copy()
+        if self._pairs is not None:
+            self._pairs.fork(parent_id, child_id)
 
     def release(self, sequence_id: int) -> None:
         """Forget the sequence."""
         self._contexts.pop(sequence_id, None)
         self._drafted.pop(sequence_id, None)
+        if self._pairs is not None:
+            self._pairs.release(sequence_id)
 
     # ------------------------------------------------------------------ drafting
 
@@ -161,11 +172,14 @@ class DsparkDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         """Draft one block for each request; see ``Drafter.propose``."""
         growing = [_Growing(request, min(request.limit, self._block_size)) for request in requests]
-        active = [draft for draft in growing if draft.limit > 0]
+        active = [draft for draft in growing if draft.limit > 0 and self._ready(draft.request)]
         if active:
             self._draft(active)
         self._drafted = {draft.request.sequence_id: draft.logits for draft in active}
         return [draft.finished() for draft in growing]
+
+    def _ready(self, request: DraftRequest) -> bool:
+        return self._pairs is None or self._pairs.ready(request)
 
     def _draft(self, active: list[_Growing]) -> None:
         anchors = torch.tensor([draft.request.token_ids[-1] for draft in active])
@@ -175,7 +189,11 @@ class DsparkDrafter:
         ]
         for cache, position in zip(caches, positions, strict=True):
             cache.cut(position)
-        hidden = self._runner.hidden(self._embed(anchors).float(), positions, caches)
+        if self._pairs is None:
+            rows = self._embed(anchors).float()
+        else:
+            rows = self._pairs.anchors([draft.request for draft in active])
+        hidden = self._runner.hidden(rows, positions, caches)
         base = self._runner.base_logits(hidden, max(draft.limit for draft in active))
         self._sequential(active, anchors, hidden, base)
 
@@ -227,3 +245,12 @@ class DsparkDrafter:
             whole[named.token_ids] = (masses / masses.sum()).float()
             draft.distributions.append(whole)
         return draw_coupled(named, stream_key(request.seed, position, purpose))
+
+
+def _closed(spans: list[Span]) -> list[Span]:
+    """The same rows without those between them."""
+    found, done = [], 0
+    for sequence_id, start, stop in spans:
+        found.append((sequence_id, done, done + stop - start))
+        done += stop - start
+    return found

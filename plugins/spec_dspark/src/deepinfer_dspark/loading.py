@@ -32,12 +32,9 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         CheckpointError: its files cannot be used.
         CompositionError: the draft model does not fit the target; says in what.
     """
-    if not config.checkpoint and context.block_drafter is not None:
-        inside = context.block_drafter()
-        if inside is not None:
-            return _drafting_with(
-                inside, config, context, temperatures=temperatures(context.config)
-            )
+    inside = _inside(config.checkpoint, context)
+    if inside is not None:
+        return _drafting_with(inside, config, context, temperatures=temperatures(context.config))
     checkpoint = _find(config.checkpoint, context)
     return assemble(
         checkpoint,
@@ -46,6 +43,11 @@ def build_dspark(config: DsparkConfig, context: DrafterContext) -> DsparkDrafter
         replay_tokens=config.replay_tokens,
         calibrate_every=config.calibrate_every,
     )
+
+
+def _inside(folder: str, context: DrafterContext) -> BlockDrafter | None:
+    """What the target carries itself, unless a draft model was named."""
+    return None if folder or context.block_drafter is None else context.block_drafter()
 
 
 def _drafting_with(
@@ -78,6 +80,10 @@ def _drafting_with(
 
 def build_mtp1(config: Mtp1Config, context: DrafterContext) -> DsparkDrafter:
     """Make drafter ``mtp1``; raises as `build_dspark`."""
+    inside = _inside(config.checkpoint, context)
+    if inside is not None:
+        one = DsparkConfig(block_size=1, replay_tokens=config.replay_tokens, calibrate_every=0)
+        return _drafting_with(inside, one, context, temperatures=temperatures(context.config))
     checkpoint = _find(config.checkpoint, context)
     return assemble(
         checkpoint, context, block_size=1, replay_tokens=config.replay_tokens, calibrate_every=0

@@ -34,6 +34,8 @@ class DraftRunner:
         self._mask = mask_embedding
         self._windows = network.shape.windows
 
+    lookahead = 0
+
     @property
     def taps(self) -> tuple[str, ...]:
         """Target layers that are read."""

@@ -93,6 +93,11 @@ class EngineRound:
                 f"scheduler granted sequence {mine.sequence_id} twice in one round; "
                 "make one grant of the sum"
             )
+        if num_tokens > mine.remaining:
+            raise EngineError(
+                f"scheduler granted {num_tokens} tokens to sequence {mine.sequence_id}, of which "
+                f"{mine.remaining} remain; grant at most what remains"
+            )
         if mine in self.preempted or num_tokens < 1:
             return 0
         if self.tokens_left < 1 or self.sequences_left < 1:

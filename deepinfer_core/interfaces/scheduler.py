@@ -119,10 +119,11 @@ class Round(Protocol):
     def grant(self, sequence: SequenceView, num_tokens: int) -> int:
         """Let a sequence take part with up to ``num_tokens`` of its remaining tokens.
 
-        Returns the number granted: ``num_tokens`` clipped to what remains and to ``tokens_left``,
-        or 0 if the step is full, pages are short, the sequence was preempted in this round, or its
-        stored prefix is still being loaded. A waiting sequence is admitted by its first grant; a
-        stored prefix may then shorten what remains. Granting twice in one round is an error.
+        Returns the number granted: ``num_tokens``, or less if ``tokens_left`` is less, or 0 if the
+        step is full, pages are short, the sequence was preempted in this round, or its stored
+        prefix is still being loaded. A waiting sequence is admitted by its first grant; a stored
+        prefix may then leave less to compute than was asked for. To ask for more than
+        ``sequence.remaining``, and to grant twice in one round, are errors.
         """
         ...
 

@@ -154,6 +154,11 @@ class SimulatedRound:
             raise ConformanceError(f"grant of {num_tokens} tokens: ask for at least 1")
         if known.sequence_id in self.grants:
             raise ConformanceError(f"sequence {known.sequence_id} was granted twice in one round")
+        if num_tokens > known.remaining:
+            raise ConformanceError(
+                f"grant of {num_tokens} tokens to sequence {known.sequence_id}, "
+                f"of which {known.remaining} remain"
+            )
         if known.sequence_id in self.preempted or self.sequences_left < 1:
             return 0
         if not known.is_running and not self._core.is_ready(known):

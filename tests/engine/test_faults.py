@@ -306,6 +306,18 @@ def test_a_scheduler_that_always_fails_ends_the_engine(parts_of: Any) -> None:
     assert "scheduler 'fcfs' (builtin) failed 3 times" in results["r"].error
 
 
+def test_a_scheduler_that_grants_more_than_remains_is_named(parts_of: Any) -> None:
+    class Generous:
+        def schedule(self, round: Any) -> None:
+            for sequence in (*round.running, *round.waiting):
+                round.grant(sequence, sequence.remaining + 1)
+
+    engine = Engine(attrs.evolve(parts_of(), scheduler=Generous()))
+    submit(engine, "r", [1, 2])
+    problem = "scheduler granted 3 tokens to sequence 0, of which 2 remain"
+    assert f"failed 3 times in a row: EngineError: {problem}" in run(engine)["r"].error
+
+
 def test_a_scheduler_that_grants_nothing_ends_the_engine(parts_of: Any) -> None:
     class Idle:
         def schedule(self, round: Any) -> None:

@@ -100,6 +100,7 @@ def test_cancelled_sequences_are_gone() -> None:
     [
         (lambda r: [r.grant(r.waiting[0], 1) for _ in range(2)], "granted twice"),
         (lambda r: r.grant(r.waiting[0], 0), "at least 1"),
+        (lambda r: r.grant(r.waiting[0], r.waiting[0].remaining + 1), "remain"),
         (lambda r: r.preempt(r.waiting[0]), "not running"),
         (lambda r: r.grant(object(), 1), "not in the round"),
         (lambda r: [r.fits(r.waiting[0], 1) for _ in range(10_000)], "endless loop"),

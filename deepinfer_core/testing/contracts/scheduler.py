@@ -238,7 +238,7 @@ class SchedulerContract(Contract):
     # ------------------------------------------------------------------ use of the round
 
     def test_a_round_is_used_as_documented(self) -> None:
-        """No second grant for a sequence, no empty one, no endless asking, no strangers."""
+        """No second grant for a sequence, none that is empty or too large, no endless asking."""
         core = self.run(random_arrivals(31, 40, rounds=100, priorities=(0, 1)), num_pages=24)
         assert core.finished
         self.run([], num_pages=4)

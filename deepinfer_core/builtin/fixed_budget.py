@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepinfer_core.builtin.configs import FixedBudgetConfig
-from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest, StepTime
 
 
 def build(config: FixedBudgetConfig, context: BudgetContext) -> FixedBudget:
@@ -39,14 +39,7 @@ class FixedBudget:
                     left -= 1
         return shares
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
+    def observe(self, step: StepTime) -> None:
         """Take no note."""
 
     def _wanted(self, requests: Sequence[BudgetRequest]) -> list[int]:

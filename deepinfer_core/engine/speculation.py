@@ -23,7 +23,7 @@ from deepinfer_core.batch import Batch
 from deepinfer_core.engine.round import EngineRound, Grant
 from deepinfer_core.errors import DeviceLostError, ExecutionError
 from deepinfer_core.interfaces.accelerator import Accelerator
-from deepinfer_core.interfaces.budget import Budget, BudgetRequest
+from deepinfer_core.interfaces.budget import Budget, BudgetRequest, StepTime
 from deepinfer_core.interfaces.drafter import (
     CommittedRows,
     Draft,
@@ -330,7 +330,13 @@ class Speculator:
             self._guard(
                 "budget",
                 lambda: self._budget.observe(
-                    num_rows, 1000.0 * step_s, self._draft_ms, self._num_drafting, num_accepted
+                    StepTime(
+                        num_tokens=num_rows,
+                        step_ms=1000.0 * step_s,
+                        draft_ms=self._draft_ms,
+                        num_drafting=self._num_drafting,
+                        num_accepted=num_accepted,
+                    )
                 ),
             )
 

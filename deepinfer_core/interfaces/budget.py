@@ -54,6 +54,25 @@ class BudgetRequest:
     lagged: tuple[float, ...] = field(default=(), converter=_numbers)
 
 
+@frozen(kw_only=True)
+class StepTime:
+    """What a step took, and what it brought.
+
+    Attributes:
+        num_tokens: token rows of the step.
+        step_ms: milliseconds of the step, the draft pass before it left out.
+        draft_ms: milliseconds of that draft pass, 0 without one.
+        num_drafting: sequences that took part in the pass.
+        num_accepted: drafts accepted in the step.
+    """
+
+    num_tokens: int
+    step_ms: float
+    draft_ms: float = 0.0
+    num_drafting: int = 0
+    num_accepted: int = 0
+
+
 class Budget(Protocol):
     """A policy for the number of rows spent on verification.
 
@@ -77,17 +96,6 @@ class Budget(Protocol):
         """How many of its leading drafts each request verifies; sums to at most ``total``."""
         ...
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
-        """A step of ``num_tokens`` rows took this long, the draft pass before it ``draft_ms``.
-
-        Without a draft pass ``draft_ms`` is 0; it is never part of ``step_ms``. ``num_drafting``
-        sequences took part in the pass, and ``num_accepted`` drafts were accepted in the step.
-        """
+    def observe(self, step: StepTime) -> None:
+        """Take note of what a step took; called after each, with drafts or without."""
         ...

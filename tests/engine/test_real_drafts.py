@@ -11,7 +11,7 @@ import pytest
 from deepinfer_core.components import Slot
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
-from deepinfer_core.interfaces.budget import BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetRequest, StepTime
 from deepinfer_core.interfaces.drafter import DraftRequest
 from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_core.testing.examples import LookupDrafter
@@ -35,14 +35,7 @@ class RandomBudget:
             total -= shares[-1]
         return shares
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
+    def observe(self, step: StepTime) -> None:
         pass
 
 

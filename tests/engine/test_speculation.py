@@ -19,7 +19,7 @@ from deepinfer_core.engine.speculation import (
     SUSPEND_ROUNDS,
     WAKE_ROUNDS,
 )
-from deepinfer_core.interfaces.budget import BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetRequest, StepTime
 from deepinfer_core.interfaces.drafter import CommittedRows, Draft, DraftOutcome, DraftRequest
 from deepinfer_core.requests import FinishReason, Request, SamplingParams
 from deepinfer_core.testing import example_cache
@@ -91,15 +91,8 @@ class RandomBudget:
             total -= shares[-1]
         return shares
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
-        self.times.append((num_tokens, step_ms, draft_ms))
+    def observe(self, step: StepTime) -> None:
+        self.times.append((step.num_tokens, step.step_ms, step.draft_ms))
 
 
 class ConstantBudget(RandomBudget):
@@ -386,14 +379,7 @@ def test_a_budget_that_raises_or_overspends_costs_nothing(
             return [total + 1 for _ in requests]
 
     class Raising(RandomBudget):
-        def observe(
-            self,
-            num_tokens: int,
-            step_ms: float,
-            draft_ms: float = 0.0,
-            num_drafting: int = 0,
-            num_accepted: int = 0,
-        ) -> None:
+        def observe(self, step: StepTime) -> None:
             raise ZeroDivisionError
 
     for budget in (Wild(), Raising()):

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepinfer_core.builtin.configs import FixedBudgetConfig
 from deepinfer_core.builtin.fixed_budget import FixedBudget
-from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest, StepTime
 
 Requests = Sequence[BudgetRequest]
 
@@ -107,15 +107,8 @@ class _SortsTheRequests(_Fixed):
 class _DividesByTime(_Fixed):
     """Divides by the time of a step."""
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
-        self.rate = num_tokens / step_ms
+    def observe(self, step: StepTime) -> None:
+        self.rate = step.num_tokens / step.step_ms
 
 
 class _NeedsConfidences(_Fixed):

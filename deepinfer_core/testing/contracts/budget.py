@@ -9,7 +9,7 @@ from random import Random
 from attrs import evolve
 
 from deepinfer_core.components import Slot
-from deepinfer_core.interfaces.budget import Budget, BudgetContext, BudgetRequest
+from deepinfer_core.interfaces.budget import Budget, BudgetContext, BudgetRequest, StepTime
 from deepinfer_core.testing.contracts.base import Contract
 
 MAX_DRAFTS = 5
@@ -69,7 +69,8 @@ class BudgetContract(Contract):
                 total = budget.total(requests, others, limit)
                 split = list(budget.split(requests, total))
                 law(requests, others, limit, total, split)
-                budget.observe(len(requests) + others + total, 5.0 + step % 7)
+                rows = len(requests) + others + total
+                budget.observe(StepTime(num_tokens=rows, step_ms=5.0 + step % 7))
 
     # ------------------------------------------------------------------ total
 
@@ -164,9 +165,10 @@ class BudgetContract(Contract):
         for budget in self.budgets():
             for requests, others, limit in self.cases():
                 for tokens, milliseconds in ((0, 0.0), (1, 1e-9), (8192, 1e9), (3, 12.5)):
-                    budget.observe(tokens, milliseconds)
-                    budget.observe(tokens, 5.0, milliseconds)
-                    budget.observe(tokens, 5.0, milliseconds, num_drafting=tokens, num_accepted=1)
+                    usual = StepTime(num_tokens=tokens, step_ms=5.0, draft_ms=milliseconds)
+                    budget.observe(StepTime(num_tokens=tokens, step_ms=milliseconds))
+                    budget.observe(usual)
+                    budget.observe(evolve(usual, num_drafting=tokens, num_accepted=1))
                 total = budget.total(requests, others, limit)
                 assert 0 <= total <= limit
                 assert sum(budget.split(requests, total)) <= total
@@ -179,7 +181,7 @@ class BudgetContract(Contract):
             for requests, others, limit in self.cases():
                 total = budget.total(requests, others, limit)
                 record.append((total, list(budget.split(requests, total))))
-                budget.observe(total + others, 7.0)
+                budget.observe(StepTime(num_tokens=total + others, step_ms=7.0))
             records.append(record)
         assert records[0] == records[2]
         assert records[1] == records[3]

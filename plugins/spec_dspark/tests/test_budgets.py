@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest, StepTime
 from deepinfer_dspark.budgets.cost import CostTable, ladder
 from deepinfer_dspark.budgets.policies import (
     Lagged,
@@ -184,7 +184,7 @@ def test_no_drafts_save_the_draft_pass() -> None:
     budget = Lagged(LaggedConfig(), context(cost))
     assert budget.total(requests, 0, 10) == 1
     for _ in range(9):
-        budget.observe(2, 12.0, draft_ms=20.0, num_drafting=1)
+        budget.observe(StepTime(num_tokens=2, step_ms=12.0, draft_ms=20.0, num_drafting=1))
     assert budget.total(requests, 0, 10) == 0
 
 

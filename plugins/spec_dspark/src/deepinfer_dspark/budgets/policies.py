@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest
+from deepinfer_core.interfaces.budget import BudgetContext, BudgetRequest, StepTime
 from deepinfer_dspark.budgets.cost import CostTable
 from deepinfer_dspark.budgets.ledger import Ledger
 from deepinfer_dspark.budgets.stored import StoredProfile
@@ -99,14 +99,7 @@ class Threshold:
             values.append(survivals(request.confidences, sure, 1.0))
         return shares(ranked(values)[: max(0, total)], len(requests))
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
+    def observe(self, step: StepTime) -> None:
         """Take no note."""
 
 
@@ -124,16 +117,9 @@ class _Priced:
         self.cost = CostTable(profile)
         self._others = 0
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
+    def observe(self, step: StepTime) -> None:
         """Correct the cost table."""
-        self.cost.observe(num_tokens, step_ms, draft_ms, num_drafting)
+        self.cost.observe(step.num_tokens, step.step_ms, step.draft_ms, step.num_drafting)
 
 
 class Stepwise(_Priced):
@@ -200,27 +186,20 @@ class Lagged(_Priced):
         self._verified, self._newest = sum(found), tuple(r.confidences for r in requests)
         return found
 
-    def observe(
-        self,
-        num_tokens: int,
-        step_ms: float,
-        draft_ms: float = 0.0,
-        num_drafting: int = 0,
-        num_accepted: int = 0,
-    ) -> None:
+    def observe(self, step: StepTime) -> None:
         """Correct the cost table, and book what the drafts of the step brought."""
-        super().observe(num_tokens, step_ms, draft_ms, num_drafting, num_accepted)
+        super().observe(step)
         self._remember(self._newest)
         verified, self._verified, self._newest = self._verified, 0, ()
-        if not num_drafting or not self._users or num_tokens <= verified:
+        if not step.num_drafting or not self._users or step.num_tokens <= verified:
             self._ledger.pass_round()
             return
-        base_ms = self.cost.ms(num_tokens - verified)
+        base_ms = self.cost.ms(step.num_tokens - verified)
         self._ledger.book(
             base_ms=base_ms,
-            extra_ms=self.cost.ms(num_tokens) - base_ms + draft_ms,
+            extra_ms=self.cost.ms(step.num_tokens) - base_ms + step.draft_ms,
             users=self._users,
-            accepted=num_accepted,
+            accepted=step.num_accepted,
         )
 
     def _remember(self, confidences: Sequence[tuple[float, ...]]) -> None:

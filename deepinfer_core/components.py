@@ -111,6 +111,8 @@ class Component(Generic[T]):
         tags: what the component answers to besides its name; for models, the architectures.
         verified: how far its results have been checked.
         summary: one line for ``deepinfer plugins list``.
+        conformance: ``module:class`` of the contract that ``deepinfer conformance`` runs: a
+            subclass of its slot's that knows what the component serves; "" = the slot's own.
         plugin: filled in by the host: the distribution that registered it.
     """
 
@@ -126,4 +128,5 @@ class Component(Generic[T]):
     tags: frozenset[str] = field(default=frozenset(), converter=_names)
     verified: Verified = Verified.TESTED
     summary: str = ""
+    conformance: str = ""
     plugin: str = ""

@@ -25,11 +25,10 @@ Targets = list[tuple[Slot, Component[Any]]]
 _TEMPLATE = """\
 import importlib
 
-from deepinfer_core.components import Slot
-from deepinfer_core.testing.contracts import CONTRACTS
+from deepinfer_core.testing.contracts import contract_of
 
 
-class {class_name}(CONTRACTS[Slot({slot!r})]):
+class {class_name}(contract_of({slot!r}, {conformance!r})):
     component = {name!r}
     plugins = tuple(importlib.import_module(module) for module in {modules!r})
 """
@@ -69,7 +68,7 @@ def conformance(
     for (slot, name), reason in reasons.items():
         if reason:
             click.echo(f"not run: {slot}/{name} cannot run here: {reason}")
-    runnable = [(slot, item.name) for slot, item in targets if not reasons[slot, item.name]]
+    runnable = [(slot, item) for slot, item in targets if not reasons[slot, item.name]]
     failed = bool(runnable and run_contracts(runnable, plugins.load, verbose=verbose))
     context.exit(int(failed or len(runnable) < len(targets)))
 
@@ -122,13 +121,11 @@ def by_plugin(host: PluginHost, name: str) -> Targets:
     return [(slot, host.find(slot, item)) for slot, item in offers]
 
 
-def run_contracts(
-    targets: list[tuple[Slot, str]], modules: Sequence[str] = (), *, verbose: bool = False
-) -> int:
+def run_contracts(targets: Targets, modules: Sequence[str] = (), *, verbose: bool = False) -> int:
     """Run contracts with pytest in a process of its own; return its exit status.
 
     Args:
-        targets: slot and name of each component.
+        targets: slot of each component, and it.
         modules: importable plugins to load besides the installed ones.
         verbose: name every law.
 
@@ -142,12 +139,16 @@ def run_contracts(
             "pip install 'deepinfer-core[testing]'"
         )
     with tempfile.TemporaryDirectory() as folder:
-        for number, (slot, name) in enumerate(targets):
+        for number, (slot, item) in enumerate(targets):
             class_name = "Test" + "".join(part.capitalize() for part in str(slot).split("_"))
             text = _TEMPLATE.format(
-                class_name=class_name, slot=str(slot), name=name, modules=tuple(modules)
+                class_name=class_name,
+                slot=str(slot),
+                name=item.name,
+                conformance=item.conformance,
+                modules=tuple(modules),
             )
-            safe = "".join(char if char.isalnum() else "_" for char in name)
+            safe = "".join(char if char.isalnum() else "_" for char in item.name)
             Path(folder, f"test_{number:03}_{slot}_{safe}.py").write_text(text, encoding="utf-8")
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         command = [

@@ -93,7 +93,8 @@ class Attention(Protocol):
         Args:
             q: [num_tokens, num_query_heads, head_dim].
             k: [num_tokens, num_kv_heads, head_dim], or None when another layer wrote the group.
-            v: [num_tokens, num_kv_heads, value_dim], or None likewise.
+            v: [num_tokens, num_kv_heads, value_dim], or None likewise, and where keys are values
+                (``value_dim`` 0).
             layer: model layer, one of the group's ``layers``.
             storage: the group's storage.
             plan: what ``plan`` returned for the group.

@@ -98,7 +98,8 @@ class AttentionWorld:
         shape = (self._longest, self.group.num_kv_heads)
         for layer in self.group.storage_layers:
             opened.keys[layer] = torch.full((*shape, self.group.key_dim), torch.nan).double()
-            opened.values[layer] = torch.full((*shape, self.group.value_dim), torch.nan).double()
+            value_dim = self.group.value_dim or self.group.key_dim
+            opened.values[layer] = torch.full((*shape, value_dim), torch.nan).double()
         self.known[sequence_id] = opened
         return opened
 
@@ -127,10 +128,11 @@ class AttentionWorld:
         )
         fused = torch.randn(num_tokens, sum(widths), generator=self.generator, dtype=torch.float64)
         q, k, v = fused.to(self.device, self.dtype).split(widths, dim=-1)
+        keys = k.unflatten(-1, (group.num_kv_heads, group.key_dim))
         return (
             q.unflatten(-1, (self.num_query_heads, group.key_dim)),
-            k.unflatten(-1, (group.num_kv_heads, group.key_dim)),
-            v.unflatten(-1, (group.num_kv_heads, group.value_dim)),
+            keys,
+            v.unflatten(-1, (group.num_kv_heads, group.value_dim)) if group.value_dim else keys,
         )
 
     def step(
@@ -157,7 +159,7 @@ class AttentionWorld:
             q, k, v = inputs[layer] if inputs else self.inputs(batch.num_tokens)
             if layer in self.group.storage_layers:
                 self._remember(batch, rows, layer, k, v)
-                written: tuple[Any, Any] = k, v
+                written: tuple[Any, Any] = k, v if self.group.value_dim else None
             else:
                 written = None, None
             found = self.backend.attend(

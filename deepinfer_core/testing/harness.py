@@ -107,6 +107,7 @@ class ModelHarness:
         self._tokens: dict[int, list[int]] = {}
         self._keep_from: dict[int, int] = {}
         self._steps = 0
+        self.last_batch: Batch | None = None
 
     # ------------------------------------------------------------------------------- sequences
 
@@ -151,7 +152,7 @@ class ModelHarness:
         Returns:
             sequence id -> logits [rows wanted, vocab_size].
         """
-        batch = self.batch(parts, rows=rows, taps=taps)
+        batch = self.last_batch = self.batch(parts, rows=rows, taps=taps)
         output = self.executor.launch(batch).wait()
         with torch.inference_mode():
             logits = output.logits(0, output.num_rows)

@@ -13,7 +13,13 @@ import torch
 from deepinfer_core.components import Component, Slot
 from deepinfer_core.errors import ConformanceError, DeepInferError
 from deepinfer_core.hookspecs import hookimpl
-from deepinfer_core.testing.contracts import CONTRACTS, Contract, EvictionContract, check
+from deepinfer_core.testing.contracts import (
+    CONTRACTS,
+    Contract,
+    EvictionContract,
+    check,
+    contract_of,
+)
 from deepinfer_core.testing.contracts.base import failures, laws, skip
 from deepinfer_core.testing.numerics import (
     Family,
@@ -51,6 +57,20 @@ class EvenContract(Contract):
 def test_check_names_the_failed_laws() -> None:
     assert check(EvenContract, lambda context: 12) == []
     assert check(EvenContract, lambda context: 3) == ["test_it_is_big", "test_it_is_even"]
+
+
+def test_a_component_may_name_its_contract() -> None:
+    known = "deepinfer_core.testing.contracts.paged_model:PagedModelContract"
+    assert contract_of("model", known).__name__ == "PagedModelContract"
+    assert contract_of("model") is CONTRACTS[Slot.MODEL]
+    for name, message in (
+        ("deepinfer_core.nowhere:Contract", "there is no contract"),
+        ("deepinfer_core.testing.contracts.model:Nobody", "there is no contract"),
+        ("deepinfer_core.testing.contracts.model:skip", "not a subclass of ModelContract"),
+        ("deepinfer_core.testing.contracts.cache:CacheContract", "not a subclass"),
+    ):
+        with pytest.raises(ConformanceError, match=message):
+            contract_of("model", name)
 
 
 def test_any_exception_is_a_failure() -> None:

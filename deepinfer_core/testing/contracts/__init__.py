@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_core.components import Slot
+from deepinfer_core.errors import ConformanceError
 
 try:
     import pytest
@@ -54,6 +55,7 @@ __all__ = [
     "RecipeContract",
     "SchedulerContract",
     "check",
+    "contract_of",
 ]
 
 
@@ -79,6 +81,29 @@ class _LazyContracts(Mapping[Slot, "type[Contract]"]):
 
 CONTRACTS: Mapping[Slot, type[Contract]] = _LazyContracts()
 """Slot -> the contract class that its components are checked with."""
+
+
+def contract_of(slot: str, name: str = "") -> type[Contract]:
+    """The contract that a component is checked with.
+
+    Args:
+        slot: of the component.
+        name: its ``Component.conformance``.
+
+    Raises:
+        ConformanceError: there is no such class, or it is no contract of the slot.
+    """
+    plain = CONTRACTS[Slot(slot)]
+    if not name:
+        return plain
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConformanceError(f"there is no contract {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, plain)):
+        raise ConformanceError(f"{name!r} is not a subclass of {plain.__name__}")
+    return found
 
 
 def __getattr__(name: str) -> Any:

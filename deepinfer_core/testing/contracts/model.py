@@ -108,12 +108,16 @@ class ModelContract(Contract):
         )
 
     def run(
-        self, model: Model, parts: Sequence[Part], rows: Sequence[int] | None = None
-    ) -> tuple[Tensor, DenseStep]:
+        self,
+        model: Model,
+        parts: Sequence[Part],
+        rows: Sequence[int] | None = None,
+        taps: Sequence[str] = (),
+    ) -> tuple[Tensor, Any]:
         """Run a step; returns the logits of ``rows`` (default: all), and the step."""
         count = sum(len(part.token_ids) for part in parts)
         rows = range(count) if rows is None else rows
-        step = DenseStep(model.spec, parts, rows, torch.device(self.device_type))
+        step = DenseStep(model.spec, parts, rows, torch.device(self.device_type), taps=taps)
         with torch.inference_mode():
             hidden = model.forward(step)
             assert tuple(hidden.shape) == (len(rows), model.spec.hidden_size), (
@@ -137,7 +141,10 @@ class ModelContract(Contract):
     # ------------------------------------------------------------------------------ description
 
     def test_the_description_is_consistent(self) -> None:
-        """Sizes are positive, names are unique, and every layer is in exactly one group."""
+        """Sizes are positive, names are unique, and every layer is in a cache group.
+
+        In exactly one, if the model reaches its state by layer (``StepContext.attend``).
+        """
         spec = self.spec()
         assert spec.architecture in self.model_config["architectures"]
         for size in (spec.vocab_size, spec.hidden_size, spec.num_layers, spec.max_position):
@@ -145,19 +152,24 @@ class ModelContract(Contract):
         names = [weight.name for weight in spec.weights]
         assert names
         assert len(set(names)) == len(names), "a weight is named twice"
-        layers = sorted(layer for group in spec.groups for layer in group.layers)
+        layers = sorted({layer for group in spec.groups for layer in group.layers})
         assert layers == list(range(spec.num_layers)), f"layers in groups: {layers}"
         assert len({group.name for group in spec.groups}) == len(spec.groups)
         for group in spec.groups:
             assert spec.num_query_heads % group.num_kv_heads == 0
 
     def test_the_description_follows_its_arguments(self) -> None:
-        """Page size and dtype of the groups are those asked for; the same call says the same."""
+        """Page size and dtype of the groups are those asked for; the same call says the same.
+
+        A page may hold more or fewer tokens where entries do, and partial state be wider.
+        """
         family = self.family()
         for page_size, kv_dtype in ((16, "float32"), (64, "bfloat16")):
             spec = family.describe(self.model_config, page_size=page_size, kv_dtype=kv_dtype)
-            assert {group.page_size for group in spec.groups} == {page_size}
-            assert {group.dtype for group in spec.groups} == {kv_dtype}
+            for size in {group.page_size for group in spec.groups}:
+                assert size % page_size == 0 or page_size % size == 0, f"pages of {size}"
+            assert spec.groups[0].page_size == page_size
+            assert spec.groups[0].dtype == kv_dtype
             again = family.describe(self.model_config, page_size=page_size, kv_dtype=kv_dtype)
             assert again == spec
 
@@ -306,9 +318,7 @@ class ModelContract(Contract):
         model = self.build()
         part = Part(state=DenseState(), token_ids=PROMPT)
         names = tuple(f"layer.{layer}" for layer in range(model.spec.num_layers))
-        step = DenseStep(model.spec, [part], [12], torch.device(self.device_type), taps=names)
-        with torch.inference_mode():
-            model.forward(step)
+        _, step = self.run(model, [part], [12], names)
         for name in names:
             assert name in step.taps, f"{name} was not offered"
             shape = tuple(step.taps[name].shape)

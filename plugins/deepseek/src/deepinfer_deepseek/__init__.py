@@ -23,6 +23,9 @@ ARCHITECTURES = frozenset({"DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"})
 """What the models with such caches answer to."""
 
 
+_CONTRACTS = "deepinfer_deepseek.testing.conformance"
+
+
 def _lazy(module: str) -> Callable[[Any, Any], Any]:
     """Return a builder that imports its module when it is called."""
 
@@ -47,6 +50,7 @@ def deepinfer_checkpoints() -> tuple[AnyComponent, ...]:
             build=_lazy("checkpoint.reader"),
             priority=Priority.SPECIALIZED,
             summary="directories of DeepSeek models, matrices in FP8 and FP4",
+            conformance=f"{_CONTRACTS}:FilesContract",
         ),
     )
 
@@ -63,6 +67,7 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             offers={Feature.TAPS, Feature.BLOCK_DRAFT},
             tags={"DeepseekV41ForCausalLM"},
             summary="DeepSeek-V4.1, text",
+            conformance=f"{_CONTRACTS}:V41Contract",
         ),
         Component(
             name="deepseek-v4",
@@ -70,7 +75,8 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             needs={LATENT},
             offers={Feature.TAPS},
             tags={"DeepseekV4ForCausalLM"},
-            summary="DeepSeek-V4: Flash and Pro",
+            summary="DeepSeek-V4-Flash",
+            conformance=f"{_CONTRACTS}:V4Contract",
         ),
         Component(
             name="deepseek-v3",
@@ -78,6 +84,7 @@ def deepinfer_models() -> tuple[AnyComponent, ...]:
             offers={Feature.TAPS, Feature.BLOCK_DRAFT},
             tags={"DeepseekV3ForCausalLM"},
             summary="DeepSeek-V3 and R1: latent attention",
+            conformance=f"{_CONTRACTS}:V3Contract",
         ),
     )
 
@@ -99,5 +106,6 @@ def deepinfer_attentions() -> tuple[AnyComponent, ...]:
             },
             fits=_serves,
             summary="DeepSeek's windows and compressed entries, in plain torch",
+            conformance=f"{_CONTRACTS}:LatentContract",
         ),
     )

@@ -63,7 +63,13 @@ class Seen:
 
 
 def attend(
-    q: Tensor, seen: Sequence[Seen], *, scale: float, sinks: Tensor, every: Seen | None = None
+    q: Tensor,
+    seen: Sequence[Seen],
+    *,
+    scale: float,
+    sinks: Tensor,
+    every: Seen | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention of each row to its vectors, which are keys and values at once.
 
@@ -74,6 +80,7 @@ def attend(
         sinks: [num_heads], a logit in the softmax's denominator, not scaled.
         every: more that they see, as many as there are: taken in blocks of one size, whose results
             are added first to last, so that blocks in which a row sees nothing change nothing.
+        softcap: bound of scores, 0 = none.
 
     Returns:
         [n, num_heads, dim]; zero where a row sees nothing.
@@ -91,7 +98,7 @@ def attend(
     for start in range(0, q.shape[0], TILE_ROWS):
         rows = slice(start, start + TILE_ROWS)
         query = functional.pad(scaled[rows], (0, -q.shape[2] % ALIGNED))
-        keys, scores = _scored(query, seen, rows)
+        keys, scores = _scored(query, seen, rows, softcap)
         largest = torch.maximum(scores.amax(-1, keepdim=True), sinks)
         weights = (scores - largest).exp_()
         masses = weights.sum(-1, keepdim=True) + (sinks - largest).exp()
@@ -99,7 +106,7 @@ def attend(
         for block in blocks:
             if bool(block.hidden[rows].all()):
                 continue
-            keys, scores = _scored(query, [block], rows)
+            keys, scores = _scored(query, [block], rows, softcap)
             before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
             weights, faded = (scores - largest).exp_(), (before - largest).exp()
             masses = masses * faded + weights.sum(-1, keepdim=True)
@@ -112,7 +119,9 @@ def _blocks(every: Seen) -> list[Seen]:
     return [every.columns(at, at + BLOCK) for at in range(0, every.slots.shape[1], BLOCK)]
 
 
-def _scored(query: Tensor, seen: Sequence[Seen], rows: slice) -> tuple[Tensor, Tensor]:
+def _scored(
+    query: Tensor, seen: Sequence[Seen], rows: slice, softcap: float
+) -> tuple[Tensor, Tensor]:
     """Vectors of some rows, padded, [rows, m, dim], and their scores, [rows, heads, m]."""
     keys = torch.cat([part.gather(rows) for part in seen], 1).to(query.dtype)
     hidden = torch.cat([part.hidden[rows] for part in seen], 1)
@@ -120,6 +129,8 @@ def _scored(query: Tensor, seen: Sequence[Seen], rows: slice) -> tuple[Tensor, T
     keys = functional.pad(keys, (0, query.shape[2] - keys.shape[2], 0, beyond))
     hidden = functional.pad(hidden, (0, beyond), value=True)
     scores = torch.bmm(query, keys.transpose(1, 2))
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     return keys, scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
 
 
@@ -303,7 +314,9 @@ class LatentAttention:
         sinks = params.sinks
         if sinks is None:
             sinks = q.new_full((q.shape[1],), -torch.inf)
-        return attend(q, [plan.seen(vectors)], scale=params.scale, sinks=sinks)
+        return attend(
+            q, [plan.seen(vectors)], scale=params.scale, sinks=sinks, softcap=params.softcap
+        )
 
 
 def _window(

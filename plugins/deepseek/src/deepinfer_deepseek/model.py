@@ -45,7 +45,7 @@ from deepinfer_deepseek.formats import (
 from deepinfer_deepseek.groups import BACKTRACK, DECODER, ENCODER, cache_groups, entries_of
 from deepinfer_deepseek.hyper import collapse, mean_of_copies
 from deepinfer_deepseek.indexer import Indexer
-from deepinfer_deepseek.numerics import Loader, Rotation
+from deepinfer_deepseek.numerics import Loader, Rotation, wide_dtype
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.rows import StepRows, chosen_entries, rows_kept, rows_of
 from deepinfer_deepseek.weights import ignored_weights, weight_specs
@@ -167,7 +167,7 @@ class V41:
             self._hasher = NgramHasher(config.engram, ids)
         self._embedding = request.ops.embedding.prepare(load.tensor("embed.weight"))
         self._head = load.wide_projection("head.weight")
-        self._head_dtype = load.wide("norm.weight").dtype
+        self._head_dtype = wide_dtype(load.dtype)
         self._norm = load.norm("norm", config.norm_eps)
 
         def rotation(spec: Any) -> Rotation:

@@ -27,7 +27,7 @@ from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.groups import entries_of
 from deepinfer_deepseek.hyper import LastMixer, collapse, mean_of_copies
 from deepinfer_deepseek.indexer import Indexer
-from deepinfer_deepseek.numerics import Loader, Rotation
+from deepinfer_deepseek.numerics import Loader, Rotation, wide_dtype
 from deepinfer_deepseek.rows import StepRows, all_entries, chosen_entries, rows_of
 from deepinfer_deepseek.v4.compressor import Compressor
 from deepinfer_deepseek.v4.config import ARCHITECTURE, RANKED, V4Config, read_config
@@ -128,7 +128,7 @@ class V4:
             )
             for layer, ratio in enumerate(config.ratios)
         ]
-        self._head_dtype = load.wide("norm.weight").dtype
+        self._head_dtype = wide_dtype(load.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, hidden_size]."""

@@ -17,7 +17,7 @@ from deepinfer_core.checkpoint.dequantize import can_dequantize, dequantize
 from deepinfer_core.checkpoint.gguf_config import architecture_of, translate_config
 from deepinfer_core.checkpoint.gguf_file import MAGIC, GgufFile, GgufTensor
 from deepinfer_core.checkpoint.gguf_names import ROPE_FACTORS, Source, map_names
-from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
+from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo, tensor_named, viewed
 from deepinfer_core.errors import CheckpointError, reason
 from deepinfer_core.text.tokenizer import Tokenizer
 
@@ -167,10 +167,7 @@ class GgufCheckpoint:
         self._file.close()
 
     def _source(self, name: str) -> Source:
-        try:
-            return self._sources[name]
-        except KeyError:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}") from None
+        return tensor_named(self._sources, name, self._path)
 
     def _packed_rows(self, source: Source) -> Tensor:
         if source.tensor.kind not in _DENSE:
@@ -184,10 +181,7 @@ class GgufCheckpoint:
         rows, kind = self._packed_rows(source), source.tensor.kind
         if kind not in _DENSE:
             return dequantize(rows, kind, source.shape)
-        dtype = _DENSE[kind]
-        if rows.data_ptr() % dtype.itemsize:
-            rows = rows.clone()
-        return rows.view(dtype).reshape(source.shape)
+        return viewed(rows, _DENSE[kind], source.shape)
 
 
 def _restore_rows(rows: Tensor, heads: int) -> Tensor:

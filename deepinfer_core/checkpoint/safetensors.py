@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.checkpoint.mapped import map_file
-from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
+from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo, tensor_named, viewed
 from deepinfer_core.errors import CheckpointError, reason
 from deepinfer_core.text.tokenizer import Tokenizer
 
@@ -146,9 +146,7 @@ class SafetensorsCheckpoint:
         if entry.shard not in self._shards:
             raise CheckpointError(f"{self._path} was closed")
         data = torch.from_numpy(self._shards[entry.shard][entry.start : entry.end])
-        if data.data_ptr() % entry.dtype.itemsize:
-            data = data.clone()
-        return data.view(entry.dtype).reshape(entry.shape)
+        return viewed(data, entry.dtype, entry.shape)
 
     def read_packed(self, name: str) -> PackedTensor | None:
         """Return None: safetensors files hold dense tensors."""
@@ -180,10 +178,7 @@ class SafetensorsCheckpoint:
         self._shards.clear()
 
     def _entry(self, name: str) -> _Entry:
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise CheckpointError(f"{self._path} has no tensor {name!r}") from None
+        return tensor_named(self._entries, name, self._path)
 
     def _optional(self, name: str) -> Mapping[str, Any]:
         problems: list[str] = []

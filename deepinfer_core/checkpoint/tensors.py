@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
+from deepinfer_core.errors import CheckpointError
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+T = TypeVar("T")
+
+
+def tensor_named(tensors: Mapping[str, T], name: str, path: Path) -> T:
+    """Return what a checkpoint knows of a tensor.
+
+    Raises:
+        CheckpointError: ``path`` has no such tensor.
+    """
+    try:
+        return tensors[name]
+    except KeyError:
+        raise CheckpointError(f"{path} has no tensor {name!r}") from None
+
+
+def viewed(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the bytes of a file as numbers, copied only where they lie at an odd place."""
+    if data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).reshape(shape)
 
 
 @attrs.frozen(kw_only=True)

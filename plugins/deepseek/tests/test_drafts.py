@@ -16,18 +16,9 @@ from deepinfer_core.config import Choice, EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_deepseek.options import V41Options
+from deepinfer_deepseek.testing.checkpoints import DRAFTS
 from deepinfer_deepseek.testing.tiny import harness, slow, tokens_of, write_tiny
 
-DRAFTS: dict[str, Any] = {
-    "compress_ratios": [0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0],
-    "num_nextn_predict_layers": 2,
-    "dspark_block_size": 3,
-    "dspark_noise_token_id": 271,
-    "dspark_target_layer_ids": [7, 8, 9],
-    "dspark_markov_rank": 4,
-    "dspark_n_routed_experts": 3,
-    "dspark_num_experts_per_tok": 1,
-}
 TAPS = ("layer.6", "layer.7", "layer.8")
 KEEP = 14
 

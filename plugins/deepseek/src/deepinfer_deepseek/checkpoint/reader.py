@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint, SafetensorsFormat
-from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo
+from deepinfer_core.checkpoint.tensors import PackedTensor, TensorInfo, tensor_named
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.text.tokenizer import Tokenizer
 from deepinfer_deepseek.checkpoint.matrices import FP4, FP8_ROWS, MatrixFormat, expand
@@ -161,10 +161,7 @@ class DeepSeekCheckpoint:
         self._files.close()
 
     def _stored(self, name: str) -> _Stored:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}") from None
+        return tensor_named(self._tensors, name, self.path)
 
 
 def _block(files: SafetensorsCheckpoint) -> tuple[int, int]:

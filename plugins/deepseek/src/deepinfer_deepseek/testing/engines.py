@@ -45,6 +45,11 @@ class Runner:
         self._count = 0
         self.poison()
 
+    @property
+    def executor(self) -> Any:
+        """What runs the steps, with all of its insides."""
+        return self.engine._parts.executor
+
     def submit(self, prompt: Sequence[int], **options: Any) -> str:
         """Submit a prompt; greedy and with log-probabilities unless options say otherwise."""
         extra = {name: options.pop(name) for name in ("exact", "priority") if name in options}
@@ -80,14 +85,14 @@ class Runner:
 
     def poison(self) -> None:
         """Fill all memory of the cache with NaN: what nobody wrote must not be read."""
-        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
+        storages = self.executor._storages
         for storage in storages:
             for tensor in (*storage._keys, *storage._values):
                 tensor.fill_(float("nan"))
 
     def pages(self, *names: str, count: int = 12) -> dict[str, list[bytes]]:
         """What the first pages of some groups hold."""
-        storages = self.engine._parts.executor._storages  # type: ignore[attr-defined]
+        storages = self.executor._storages
         return {
             spec.name: [storage.export_page(page) for page in range(count)]
             for spec, storage in zip(self.engine.spec.groups, storages, strict=True)

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from deepinfer_core.components import NoConfig, Slot
 from deepinfer_core.errors import ConfigError
-from deepinfer_core.typed import typed
+from deepinfer_core.typed import as_tuple, typed
 
 AUTO = "auto"
 NONE = "none"
@@ -138,11 +138,6 @@ def to_choices(value: Any) -> Any:
     return Choices(auto=False, picks=picks) if fitting else value
 
 
-def _names(value: Any) -> Any:
-    single = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
-    return value if single else tuple(value)
-
-
 @frozen(kw_only=True, field_transformer=typed)
 class PluginsConfig:
     """The table ``[plugins]``.
@@ -154,9 +149,9 @@ class PluginsConfig:
         load: importable modules that are plugins without being installed as such.
     """
 
-    disabled: tuple[str, ...] = field(default=(), converter=_names)
-    required: tuple[str, ...] = field(default=(), converter=_names)
-    load: tuple[str, ...] = field(default=(), converter=_names)
+    disabled: tuple[str, ...] = field(default=(), converter=as_tuple)
+    required: tuple[str, ...] = field(default=(), converter=as_tuple)
+    load: tuple[str, ...] = field(default=(), converter=as_tuple)
 
 
 MOST_THREADS = 1024

@@ -22,10 +22,13 @@ def refuse(
     field: str, value: object, allowed: str, error: type[DeepInferError] = RequestError
 ) -> DeepInferError:
     """Return the error for a value that is not allowed."""
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = f"{shown[:77]}..."
-    return error(f"{field} must be {allowed}, not {shown}")
+    return error(f"{field} must be {allowed}, not {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return a value as errors show it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def instance(

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from attrs import field, frozen, validators
 
 from deepinfer_core.config import MOST_THREADS
+from deepinfer_core.typed import as_tuple, typed
 
 _POSITIVE = validators.gt(0.0)
 _NOT_NEGATIVE = validators.ge(0)
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class FcfsConfig:
     """Options of scheduler ``fcfs``.
 
@@ -35,7 +30,7 @@ class FcfsConfig:
     headroom_tokens: int = field(default=16, validator=_NOT_NEGATIVE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class FixedBudgetConfig:
     """Options of budget ``fixed``.
 
@@ -46,7 +41,7 @@ class FixedBudgetConfig:
     drafts_per_sequence: int = field(default=0, validator=_NOT_NEGATIVE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class LogObserverConfig:
     """Options of observer ``log``.
 
@@ -55,11 +50,11 @@ class LogObserverConfig:
         level: "debug", "info" or "warning".
     """
 
-    events: tuple[str, ...] = field(default=(), converter=_strings)
+    events: tuple[str, ...] = field(default=(), converter=as_tuple)
     level: str = field(default="info", validator=validators.in_(("debug", "info", "warning")))
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class JsonlObserverConfig:
     """Options of observer ``jsonl``.
 
@@ -69,10 +64,10 @@ class JsonlObserverConfig:
     """
 
     path: str = field(default="deepinfer-events.jsonl", validator=validators.min_len(1))
-    events: tuple[str, ...] = field(default=(), converter=_strings)
+    events: tuple[str, ...] = field(default=(), converter=as_tuple)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class CpuConfig:
     """Options of accelerator ``cpu``.
 

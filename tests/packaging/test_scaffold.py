@@ -100,7 +100,8 @@ def test_top_modules_are_light(rendered: Path, slot: Slot) -> None:
         for node in ast.parse((package / file).read_text()).body:
             if isinstance(node, ast.ImportFrom):
                 assert node.module in {
-                    "__future__", "attrs", "deepinfer_core", "typing", f"{package.name}.config",
+                    "__future__", "attrs", "deepinfer_core", "deepinfer_core.typed", "typing",
+                        f"{package.name}.config",
                 }  # fmt: skip
 
 

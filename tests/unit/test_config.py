@@ -33,6 +33,7 @@ from deepinfer_core.resolve import load_config, resolve
 from deepinfer_core.structure import Misfit, structure, unstructure
 from deepinfer_core.testing.plugins import offer, plugin
 from deepinfer_core.toml_text import dumps
+from deepinfer_core.typed import as_tuple, typed
 
 
 class Colour(StrEnum):
@@ -75,6 +76,14 @@ class PortConfig:
 @frozen(kw_only=True)
 class Shared:
     size: int = 1
+
+
+@frozen(kw_only=True, field_transformer=typed)
+class Typed:
+    mode: str = field(default="a", validator=validators.in_(("a",)))
+    size: int = field(default=1, validator=validators.ge(1))
+    key: str = field(default="", repr=False)
+    names: tuple[str, ...] = field(default=(), converter=as_tuple)
 
 
 @pytest.fixture(scope="module")
@@ -439,6 +448,20 @@ def test_options_made_in_python_fit_their_types(host: PluginHost, named: str) ->
         "expected an array of strings, got [3] @ cache.names",
         "expected Tier, got 'disk' @ cache.tier",
     )
+
+
+def test_checks_of_options_are_errors_of_configuration() -> None:
+    wrong: Any = "b"
+    secret: Any = b"secret"
+    with pytest.raises(ConfigError, match="'mode' must be in"):
+        Typed(mode=wrong)
+    with pytest.raises(ConfigError, match="'size' must be an integer: 'b'"):
+        Typed(size=wrong)
+    with pytest.raises(ConfigError, match=r"'key' must be a string$"):
+        Typed(key=secret)
+    with pytest.raises(ConfigError, match=r"'names' must be an array of strings: \{\}"):
+        Typed(names={})
+    assert Typed(names=["a"]).names == ("a",)
 
 
 def test_every_slot_but_commands_has_a_field() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from deepinfer_core.builtin.configs import FcfsConfig
 from deepinfer_core.builtin.fcfs import FcfsScheduler
+from deepinfer_core.errors import ConfigError
 from deepinfer_core.interfaces.scheduler import Round, SchedulerContext
 from deepinfer_core.testing.broken.scheduler import BROKEN
 from deepinfer_core.testing.contracts.scheduler import random_arrivals
@@ -286,7 +287,7 @@ def test_an_urgent_request_takes_a_seat() -> None:
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         FcfsConfig(**options)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 from attrs import field, frozen, validators
 
 from deepinfer_core import Component, Feature, Priority, hookimpl
+from deepinfer_core.typed import typed
 
 DEEPINFER_API = 1
 
 LEVELS = ("portable", "avx2", "avx512", "amx", "neon", "dotprod")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class KernelsConfig:
     """Options of kernel set ``cpu``.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.typed import typed
+
 DEFAULT_REPLAY_TOKENS = 140
 """Rows a bounded replay computes where neither configuration nor model says otherwise."""
 
@@ -11,7 +13,7 @@ RULES = ("auto", "snapshot", "exact", "bounded")
 """What ``replay`` may be."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class PrefixConfig:
     """Options of cache ``prefix``.
 

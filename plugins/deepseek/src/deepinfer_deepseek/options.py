@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.typed import typed
+
 TRUNCATIONS = ("off", "mask", "compact")
 """What ``decoder`` may be."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class V41Options:
     """Options of model ``deepseek-v41``.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from attrs import field, frozen
 from attrs.validators import in_
 
+from deepinfer_core.typed import typed
+
 THINK = ("<think>", "</think>")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class ParserConfig:
     """Options of the parsers.
 
@@ -26,7 +28,7 @@ class ParserConfig:
         return (self.think, self.end_think) if self.think else None
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class MistralConfig(ParserConfig):
     """Options of ``mistral``."""
 
@@ -34,7 +36,7 @@ class MistralConfig(ParserConfig):
     end_think: str = "[/THINK]"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class ChatConfig:
     """Options of the recipes.
 
@@ -46,7 +48,7 @@ class ChatConfig:
     parser: str = "auto"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class DeepseekConfig(ChatConfig):
     """Options of the DeepSeek recipes.
 

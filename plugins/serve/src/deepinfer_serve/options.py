@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
 
 from attrs import field, frozen, validators
 
 from deepinfer_core.errors import ConfigError
+from deepinfer_core.typed import as_tuple, typed
 
 MIB = 2**20
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class ServeOptions:
     """Where a server listens, who may ask, and how much.
 
@@ -39,10 +35,10 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = field(default=8000, validator=[validators.ge(0), validators.le(65535)])
-    api_keys: tuple[str, ...] = field(default=(), converter=_strings, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), converter=as_tuple, repr=False)
     allow_without_key: bool = False
-    origins: tuple[str, ...] = field(default=(), converter=_strings)
-    served_names: tuple[str, ...] = field(default=(), converter=_strings)
+    origins: tuple[str, ...] = field(default=(), converter=as_tuple)
+    served_names: tuple[str, ...] = field(default=(), converter=as_tuple)
     max_body_bytes: int = field(default=8 * MIB, validator=validators.ge(1))
     max_requests: int = field(default=256, validator=validators.ge(1))
     body_timeout_s: float = field(default=30.0, validator=validators.gt(0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.typed import typed
+
 _NOT_NEGATIVE = validators.ge(0)
 _SHARE = validators.and_(validators.ge(0.0), validators.le(1.0))
 
@@ -11,7 +13,7 @@ COSTS = "~/.cache/deepinfer/step-costs"
 """Where measured step times are kept unless something else is said."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class DsparkConfig:
     """Options of drafter ``dspark``.
 
@@ -31,7 +33,7 @@ class DsparkConfig:
     calibrate_every: int = field(default=256, validator=_NOT_NEGATIVE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class Mtp1Config:
     """Options of drafter ``mtp1``: the first draft of a model like ``dspark``'s, one a round.
 
@@ -45,7 +47,7 @@ class Mtp1Config:
     replay_tokens: int = field(default=64, validator=_NOT_NEGATIVE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class NgramConfig:
     """Options of drafter ``ngram``: what followed the last tokens where they stood before.
 
@@ -68,7 +70,7 @@ class NgramConfig:
             raise ValueError(f"'shortest' ({value}) exceeds 'longest' ({self.longest})")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class RecorderConfig:
     """Options of drafter ``recorder``, which drafts nothing and keeps data to train on.
 
@@ -81,7 +83,7 @@ class RecorderConfig:
     layers: tuple[int, ...] = (8, 19, 28)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class ThresholdConfig:
     """Options of budget ``threshold``.
 
@@ -92,7 +94,7 @@ class ThresholdConfig:
     least: float = field(default=0.5, validator=_SHARE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class StepwiseConfig:
     """Options of budget ``stepwise``: admit while the next draft raises tokens per second.
 
@@ -103,7 +105,7 @@ class StepwiseConfig:
     cost_folder: str = COSTS
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class LaggedConfig:
     """Options of budget ``lagged``.
 

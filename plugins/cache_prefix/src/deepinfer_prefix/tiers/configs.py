@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.typed import typed
+
 _POSITIVE = validators.gt(0)
 _POSITIVE_S = validators.gt(0.0)
 _NOT_NEGATIVE_S = validators.ge(0.0)
@@ -13,7 +15,7 @@ EXPIRE_AFTER_S = 259200.0
 """72 hours."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class HostConfig:
     """Options of store ``host``.
 
@@ -31,7 +33,7 @@ class HostConfig:
     retain_share: float = field(default=0.5, validator=_SHARE)
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class DiskConfig:
     """Options of store ``disk``.
 
@@ -60,7 +62,7 @@ class DiskConfig:
     read_only: bool = False
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=typed)
 class TieredConfig:
     """Options of store ``tiered``: host memory in front of a disk.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from attrs import field, frozen, validators
 
+from deepinfer_core.typed import typed
 
-@frozen(kw_only=True)
+
+@frozen(kw_only=True, field_transformer=typed)
 class XgrammarConfig:
     """Limits of what may be compiled.
 

@@ -94,6 +94,18 @@ def text(field: str, value: Any) -> str:
     return value
 
 
+def unicode_text(field: str, value: Any) -> str:
+    """Return a string that has an encoding; JSON and Python know others."""
+    try:
+        text(field, value).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} must be Unicode, but its character {error.start} is the lone surrogate "
+            f"U+{ord(value[error.start]):04X}; leave it out"
+        ) from None
+    return str(value)
+
+
 def items(
     field: str, value: Any, allowed: str, error: type[DeepInferError] = RequestError
 ) -> tuple[Any, ...]:

@@ -107,6 +107,7 @@ def _message(where: str, message: Any) -> Mapping[str, Any]:
             return {**message, "content": ""}
         raise RequestError(f"{where}.content is missing; give a text")
     if isinstance(content, str):
+        values.unicode_text(f"{where}.content", content)
         return message
     if not isinstance(content, list | tuple):
         raise values.refuse(f"{where}.content", content, "a text or a list of text parts")
@@ -120,4 +121,4 @@ def _part(where: str, part: Any) -> str:
         raise RequestError(f"{where}: {kind!r} is not supported; only parts of type 'text' are")
     if kind is None or not isinstance(part.get("text"), str):
         raise values.refuse(where, part, "a part such as {'type': 'text', 'text': 'Hello'}")
-    return str(part["text"])
+    return values.unicode_text(f"{where}.text", part["text"])

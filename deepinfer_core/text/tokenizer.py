@@ -237,15 +237,11 @@ class Tokenizer:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    values.text("a text", text)
     try:
         return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    except (UnicodeEncodeError, TypeError):  # the library says neither which character nor where
-        at = next(at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff")
-        raise RequestError(
-            f"a text must be Unicode, but character {at} of this one is the lone surrogate "
-            f"U+{ord(text[at]):04X}; leave it out"
-        ) from None
+    except (UnicodeEncodeError, TypeError):
+        values.unicode_text("a text", text)  # says which character, as the library does not
+        raise
 
 
 def _state_of(pre_tokenizer: Any) -> str:

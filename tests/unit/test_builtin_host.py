@@ -172,6 +172,10 @@ def test_what_an_assistant_does_may_have_no_text() -> None:
             r"messages\[0\]\.content must be a text or a list",
         ),
         ({"role": "user", "content": [5]}, r"messages\[0\]\.content\[0\] must be a part such as"),
+        (
+            {"role": "user", "content": "a\ud800"},
+            r"messages\[0\]\.content must be .*character 1 is",
+        ),
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] must be a part such as"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},

@@ -90,7 +90,8 @@ class NativeDecoderLayers:
 
     Args:
         library: the native library.
-        dtype: what hidden states come back in; inside they are float32.
+        dtype: of taps. Hidden states stay in float32, as they are inside: the head reads them as
+            they are, and logits lose nothing.
     """
 
     def __init__(self, library: Any, dtype: torch.dtype) -> None:
@@ -127,4 +128,4 @@ class NativeDecoderLayers:
         self._library.di_decoder(ctypes.byref(handle.struct), ctypes.byref(native))
         for name, rows_of_tap in taps.items():
             step.tap(name, rows_of_tap.to(self._dtype))
-        return out.to(self._dtype)
+        return out

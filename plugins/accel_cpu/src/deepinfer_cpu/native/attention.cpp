@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include "attention_kernels.h"
+#include "attention_pairs.h"
 #include "scratch.h"
 
 namespace di {
@@ -177,6 +177,8 @@ class Attender {
     }
   }
 
+  int pair_dims() const { return (layer_.key_dim + 1) / 2; }
+
   // ------------------------------------------------------------------------------ one unit
 
   void compute(const Unit& unit) {
@@ -203,13 +205,16 @@ class Attender {
 
   void begin(int rows) {
     static thread_local Scratch scratch;
-    const int64_t each = layer_.key_dim + BLOCK + 2 * width_ + 2 * F32S + 2;
-    scratch.begin(each * rows + int64_t(BLOCK) * (layer_.key_dim + width_) + 256);
+    const int64_t pairs = (layer_.key_dim + 1) / 2 + BLOCK / 2;
+    const int64_t each = layer_.key_dim + BLOCK + 2 * width_ + 2 * F32S + 2 + pairs;
+    scratch.begin(each * rows + int64_t(BLOCK) * (layer_.key_dim + 1 + width_) + 256);
     queries_ = scratch.take(int64_t(rows) * layer_.key_dim);
     scores_ = scratch.take(int64_t(rows) * BLOCK);
     state_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
     added_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
-    block_keys_ = scratch.take(int64_t(BLOCK) * layer_.key_dim);
+    query_pairs_ = (uint32_t*)scratch.take(int64_t(rows) * pair_dims());
+    weight_pairs_ = (uint32_t*)scratch.take(int64_t(rows) * (BLOCK / 2));
+    block_keys_ = scratch.take(int64_t(BLOCK) * (layer_.key_dim + 1));
     block_values_ = scratch.take(int64_t(BLOCK) * width_);
     std::fill_n(state_.values, int64_t(rows) * width_, 0.0f);
     std::fill_n(state_.mass, rows * F32S, 0.0f);
@@ -225,6 +230,13 @@ class Attender {
       const float* from = q_ + t * q_stride_ + head * layer_.key_dim;
       for (int64_t at = 0; at < int64_t(group_) * layer_.key_dim; at++) *to++ = from[at] * factor;
     }
+    if (DI_BF16_PAIRS && layer_.kv_type == KV_BF16)
+      for (int r = 0; r < (tile.last - tile.first) * group_; r++)
+        for (int pair = 0; pair < pair_dims(); pair++) {
+          const float* both = queries_ + int64_t(r) * layer_.key_dim + 2 * pair;
+          const uint32_t high = 2 * pair + 1 < layer_.key_dim ? to_bf16(both[1]) : 0;
+          query_pairs_[r * pair_dims() + pair] = high << 16 | to_bf16(both[0]);
+        }
   }
 
   void one_block(const Unit& unit, int block, int rows) {
@@ -283,6 +295,9 @@ class Attender {
   template <typename E>
   void look_at(const Tile& tile, int base, int first, int last, bool direct) {
     if (first >= last) return;
+#if DI_BF16_PAIRS
+    if constexpr (std::is_same_v<E, Bf16>) return look_in_pairs(tile, base, first, last, direct);
+#endif
     if (direct) {
       look(tile, base, first, last, in_place<E>(tile, base));
     } else {
@@ -318,12 +333,103 @@ class Attender {
     }
   }
 
+#if DI_BF16_PAIRS
+  // The page, if there is one, that holds a position; and the position's place in it.
+  bool find(const Tile& tile, int position, int64_t* page, int* offset) const {
+    const int index = position / layer_.page_size;
+    if (index >= plan_.max_pages || page_of(tile, position) < 0) return false;
+    *page = int64_t(page_of(tile, position)) * layer_.num_kv_heads + tile.head;
+    *offset = position % layer_.page_size;
+    return true;
+  }
+
+  // Copy a block in pairs. Positions that none of the tokens [first, last) sees become zeros: what
+  // lies there may be anything, and its weight 0 would not make it nothing.
+  void put_in_pairs(const Tile& tile, int base, int first, int last) {
+    const int size = layer_.page_size, dims = layer_.key_dim, step = std::min(size, F32S);
+    const int low = lowest(tile.sequence, plan_.positions[first]) - base;
+    const int high = plan_.positions[last - 1] + 1 - base;
+    auto* keys = (uint32_t*)block_keys_;
+    auto* values = (uint32_t*)block_values_;
+    int64_t page;
+    int offset;
+    for (int at = 0; at < BLOCK; at += step) {
+      if (!find(tile, base + at, &page, &offset)) continue;
+      const Bf16* from = (const Bf16*)layer_.keys + page * dims * size + offset;
+      for (int pair = 0; pair < pair_dims(); pair++, from += 2 * size) {
+        const Bf16* next = 2 * pair + 1 < dims ? from + size : nullptr;
+        uint32_t* to = keys + pair * BLOCK + at;
+        if (step == F32S) {
+          const i32v both = pairs_of(from, next);
+          std::memcpy(to, &both, sizeof both);
+        } else {
+          for (int i = 0; i < step; i++)
+            to[i] = uint32_t(next ? next[i].bits : 0) << 16 | from[i].bits;
+        }
+      }
+    }
+    const auto row = [&](int at) -> const Bf16* {
+      if (at < low || at >= high || !find(tile, base + at, &page, &offset)) return nullptr;
+      return (const Bf16*)layer_.values + (page * size + offset) * width_;
+    };
+    for (int at = 0; at < BLOCK; at += 2) {
+      const Bf16 *even = row(at), *odd = row(at + 1);
+      for (int lane = 0; lane < width_; lane += F32S) {
+        const i32v both = pairs_of(even ? even + lane : nullptr, odd ? odd + lane : nullptr);
+        std::memcpy(values + at / 2 * width_ + lane, &both, sizeof both);
+      }
+    }
+  }
+
+  void look_in_pairs(const Tile& tile, int base, int first, int last, bool direct) {
+    if (direct) {
+      const View<Bf16> view = in_place<Bf16>(tile, base);
+      look_at_pairs(tile, base, first, last,
+                    PagedPairs{view.keys, view.values, view.key_stride, width_});
+    } else {
+      put_in_pairs(tile, base, first, last);
+      look_at_pairs(tile, base, first, last,
+                    ReadyPairs{(uint32_t*)block_keys_, (uint32_t*)block_values_, width_});
+    }
+  }
+
+  template <typename Pairs>
+  void look_at_pairs(const Tile& tile, int base, int first, int last, const Pairs& view) {
+    const int row = (first - tile.first) * group_, rows = (last - first) * group_;
+    row_tiles(rows, [&](auto count, int r) {
+      score_pairs<count>(query_pairs_ + (row + r) * pair_dims(), pair_dims(), view, layer_.key_dim,
+                         scores_ + (row + r) * BLOCK);
+    });
+    for (int r = row; r < row + rows; r++) {
+      const int t = tile.first + r / group_;
+      float* scores = scores_ + r * BLOCK;
+      if (layer_.softcap) cap(scores, layer_.softcap);
+      f32v mass;
+      added_.top[r] = weigh_pairs(scores, seen_from(tile, t, base), seen_to(t, base),
+                                  weight_pairs_ + r * (BLOCK / 2), mass);
+      store(added_.mass + r * F32S, mass);
+    }
+    row_tiles(rows, [&](auto count, int r) {
+      const int low = seen_from(tile, first + r / group_, base);
+      const int high = seen_to(first + (r + count - 1) / group_, base);
+      mix_pairs<count>(weight_pairs_ + (row + r) * (BLOCK / 2), view, low, high,
+                       added_.values + int64_t(row + r) * width_);
+    });
+  }
+#endif
+
   template <typename E>
   static void convert(const E* from, float* to, int count) {
     int at = 0;
     for (; at + F32S <= count; at += F32S) store(to + at, load_as(from + at));
     for (; at < count; at++) to[at] = load_one(from + at);
   }
+
+  // The part of a block that a token sees.
+  int seen_from(const Tile& tile, int t, int base) const {
+    return std::max(0, lowest(tile.sequence, plan_.positions[t]) - base);
+  }
+  int seen_to(int t, int base) const { return std::min(BLOCK, plan_.positions[t] + 1 - base); }
 
   template <typename E>
   void look(const Tile& tile, int base, int first, int last, const View<E>& view) {
@@ -335,8 +441,7 @@ class Attender {
     if (layer_.kv_type == KV_I8) take_scales(tile, base, key_scales, value_scales);
     int full = first;  // tokens [full, t) see the whole block and are not mixed yet
     for (int t = first; t < last; t++) {
-      const int low = std::max(0, lowest(tile.sequence, plan_.positions[t]) - base);
-      const int high = std::min(BLOCK, plan_.positions[t] + 1 - base);
+      const int low = seen_from(tile, t, base), high = seen_to(t, base);
       weigh_token(tile, t, low, high, key_scales, value_scales);
       if (low == 0 && high == BLOCK) continue;
       mix_tokens(tile, full, t, 0, BLOCK, view);
@@ -393,6 +498,7 @@ class Attender {
   float* out_;
   const int64_t out_stride_;
   const int group_, width_, tile_tokens_, record_;
+  uint32_t *query_pairs_ = nullptr, *weight_pairs_ = nullptr;
   float *queries_ = nullptr, *scores_ = nullptr, *block_keys_ = nullptr, *block_values_ = nullptr;
   State state_{}, added_{};
 };

@@ -2,6 +2,9 @@
 // made by the same operations however many rows are computed together.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "simd.h"
 
 namespace di {
@@ -57,14 +60,6 @@ inline f32v power_of_two(f32v x) {
 
 inline float power_of_two(float x) { return power_of_two(all(x))[0]; }
 
-inline float greatest(f32v v) {
-  float part[F32S];
-  store(part, v);
-  for (int width = F32S / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) part[i] = part[i] > part[i + width] ? part[i] : part[i + width];
-  return part[0];
-}
-
 // Scores of R rows against C vectors of positions: products added in ascending dimension.
 template <typename E, int R, int C>
 inline void score_part(const float* q, int64_t q_stride, const E* k, int64_t k_stride, int dim,
@@ -85,8 +80,23 @@ inline void score_part(const float* q, int64_t q_stride, const E* k, int64_t k_s
     for (int c = 0; c < C; c++) store(scores + r * BLOCK + c * F32S, sums[r][c]);
 }
 
+// Call `work(std::integral_constant<int, R>, first row)` for tiles of at most MAX_ROWS rows.
+template <typename F>
+inline void row_tiles(int rows, F&& work) {
+  for (int r = 0; r < rows; r += MAX_ROWS) {
+    switch (std::min(rows - r, MAX_ROWS)) {
+      case 1: work(std::integral_constant<int, 1>(), r); break;
+      case 2: work(std::integral_constant<int, 2>(), r); break;
+      case 3: work(std::integral_constant<int, 3>(), r); break;
+      case 4: work(std::integral_constant<int, 4>(), r); break;
+      case 5: work(std::integral_constant<int, 5>(), r); break;
+      default: work(std::integral_constant<int, 6>(), r);
+    }
+  }
+}
+
 // How many vectors R rows take at once, for two in three registers to hold sums.
-constexpr int columns(int rows) { return rows == 1 ? 8 : rows <= 3 ? 4 : 2; }
+constexpr int columns(int rows) { return rows == 1 ? 8 : rows <= 3 || DI_AVX512 ? 4 : 2; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 template <typename E, int R>
@@ -132,35 +142,17 @@ void mix_rows(const float* weights, const E* v, int64_t v_stride, int low, int h
 template <typename E>
 void score(const float* q, int64_t q_stride, int rows, const E* k, int64_t k_stride, int dim,
            int lanes, float* scores) {
-  for (int r = 0; r < rows; r += MAX_ROWS) {
-    const float* from = q + r * q_stride;
-    float* to = scores + r * BLOCK;
-    switch (smaller(rows - r, MAX_ROWS)) {
-      case 1: score_rows<E, 1>(from, q_stride, k, k_stride, dim, lanes, to); break;
-      case 2: score_rows<E, 2>(from, q_stride, k, k_stride, dim, lanes, to); break;
-      case 3: score_rows<E, 3>(from, q_stride, k, k_stride, dim, lanes, to); break;
-      case 4: score_rows<E, 4>(from, q_stride, k, k_stride, dim, lanes, to); break;
-      case 5: score_rows<E, 5>(from, q_stride, k, k_stride, dim, lanes, to); break;
-      default: score_rows<E, 6>(from, q_stride, k, k_stride, dim, lanes, to);
-    }
-  }
+  row_tiles(rows, [&](auto count, int r) {
+    score_rows<E, count>(q + r * q_stride, q_stride, k, k_stride, dim, lanes, scores + r * BLOCK);
+  });
 }
 
 template <typename E>
 void mix(const float* weights, int rows, const E* v, int64_t v_stride, int low, int high,
          float* out, int width) {
-  for (int r = 0; r < rows; r += MAX_ROWS) {
-    const float* from = weights + r * BLOCK;
-    float* to = out + int64_t(r) * width;
-    switch (smaller(rows - r, MAX_ROWS)) {
-      case 1: mix_rows<E, 1>(from, v, v_stride, low, high, to, width); break;
-      case 2: mix_rows<E, 2>(from, v, v_stride, low, high, to, width); break;
-      case 3: mix_rows<E, 3>(from, v, v_stride, low, high, to, width); break;
-      case 4: mix_rows<E, 4>(from, v, v_stride, low, high, to, width); break;
-      case 5: mix_rows<E, 5>(from, v, v_stride, low, high, to, width); break;
-      default: mix_rows<E, 6>(from, v, v_stride, low, high, to, width);
-    }
-  }
+  row_tiles(rows, [&](auto count, int r) {
+    mix_rows<E, count>(weights + r * BLOCK, v, v_stride, low, high, out + int64_t(r) * width, width);
+  });
 }
 
 // Scores of one row and block become weights relative to the largest, which is returned; `mass` is
@@ -168,14 +160,14 @@ void mix(const float* weights, int rows, const E* v, int64_t v_stride, int low, 
 inline float weigh(float* scores, f32v& mass) {
   f32v top = load(scores);
   for (int i = 1; i < LANES; i++) top = vmax(top, load(scores + i * F32S));
-  const float largest = greatest(top);
+  const float peak = largest(top);
   mass = f32v{};
   for (int i = 0; i < LANES; i++) {
-    const f32v weight = power_of_two(load(scores + i * F32S) - all(largest));
+    const f32v weight = power_of_two(load(scores + i * F32S) - all(peak));
     store(scores + i * F32S, weight);
     mass += weight;
   }
-  return largest;
+  return peak;
 }
 
 // softcap * tanh(score / softcap), in units of log2(e).

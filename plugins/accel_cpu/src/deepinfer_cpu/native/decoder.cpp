@@ -154,16 +154,20 @@ class Run {
     const Rows input = space.rows(rows, linear.k);
     const int64_t size = model_.intermediate, groups = size / GROUP, half = size / PANEL;
     share(team, rows, groups, [&](int64_t first, int64_t last, int64_t group) {
-      float* pieces = space.pieces_of(team);
-      const int64_t panels[] = {2 * group, 2 * group + 1, half + 2 * group, half + 2 * group + 1};
-      for (int i = 0; i < 4; i++)
-        multiply_panel(linear, input, panels[i], first, last, pieces + i * BLOCK * PANEL,
-                       space.room_of(team));
+      float* const pieces = space.pieces_of(team);
+      void* const room = space.room_of(team);
+      float* const ups = pieces + 2 * BLOCK * PANEL;
+      for (int64_t i = 0; i < 2; i += TOGETHER) {
+        float* at = pieces + i * BLOCK * PANEL;
+        multiply_panels(linear, input, 2 * group + i, TOGETHER, first, last, at, room);
+        multiply_panels(linear, input, half + 2 * group + i, TOGETHER, first, last,
+                        at + 2 * BLOCK * PANEL, room);
+      }
       for (int64_t row = first; row < last; row++) {
         float act[GROUP];
-        for (int i = 0; i < 2; i++) {
-          const float* gate = pieces + i * BLOCK * PANEL + (row - first) * PANEL;
-          silu_mul(gate, gate + 2 * BLOCK * PANEL, PANEL, act + i * PANEL);
+        for (int64_t i = 0; i < 2; i += TOGETHER) {
+          const int64_t at = i * BLOCK * PANEL + (row - first) * TOGETHER * PANEL;
+          silu_mul(pieces + at, ups + at, TOGETHER * PANEL, act + i * PANEL);
         }
         if (is_integer(layer.down->format))
           act_.quantize(*layer.down, row, group * GROUP, act, GROUP);

@@ -25,6 +25,9 @@ constexpr int64_t group_bytes(int32_t format) {
   return format == Q4_0 ? 32 + 256 : format == Q4_1 ? 64 + 256 : 32 + 512;
 }
 
+constexpr int64_t BLOCK = 64;  // rows that are multiplied with a panel at a time
+constexpr int TOGETHER = DI_AVX512 ? 2 : 1;  // panels likewise
+
 struct Linear {
   const uint8_t* panels;
   const float* bias;  // [n] or null
@@ -41,19 +44,22 @@ struct Linear {
   }
 };
 
-// Rows that are multiplied: floats, or integers of Linear::bits.
+// Rows that are multiplied: floats, or integers of Linear::bits. Integers lie group by group, so
+// that the rows of a group are neighbours.
 struct Rows {
-  const float* floats;   // row i at i * stride
+  const float* floats;  // row i at i * stride
   int64_t stride;
-  const void* quants;    // [count, k]
-  const float* scales;   // [count, k / GROUP * spans]
-  const float* sums;     // [count, k / GROUP], of each group's numbers
+  const void* quants;   // [k / GROUP, capacity, GROUP]
+  const float* scales;  // [k / GROUP, capacity, spans]
+  const float* sums;    // [k / GROUP, capacity], of each group's numbers
   int64_t count;
+  int64_t capacity;
 };
 
-// Quantise one row: x is about quants * scales. NaN and infinity make the group's scale NaN.
-void quantize_row(int32_t bits, const float* x, int64_t k, void* quants, float* scales,
-                  float* sums);
+// Quantise some groups of one row: x is about quants * scales. The pointers are at the first group;
+// each following one is `capacity` rows on. NaN and infinity make the group's scale NaN.
+void quantize_row(int32_t bits, const float* x, int64_t count, int64_t capacity, void* quants,
+                  float* scales, float* sums);
 
 // Scratch for the unpacked weights of a panel.
 inline int64_t room_bytes(int64_t k) { return k * PANEL * 4 + 64; }

@@ -8,10 +8,13 @@
 
 namespace di {
 
-constexpr int64_t BLOCK = 64;  // rows that are multiplied with a panel at a time
-
-void multiply_integer(const Linear&, const Rows&, int64_t, int64_t, int64_t, float*, void*);
-void multiply_float(const Linear&, const Rows&, int64_t, int64_t, int64_t, float*, void*);
+// Rows [first, last) times `count` panels that follow each other, TOGETHER or one;
+// out: [last - first, count, PANEL].
+void multiply_integer(const Linear&, const Rows&, int64_t panel, int64_t count, int64_t first,
+                      int64_t last, float* out);
+// The same for one panel; `stride` from row to row of out, room for weights as floats.
+void multiply_float(const Linear&, const Rows&, int64_t panel, int64_t first, int64_t last,
+                    float* out, int64_t stride, void* room);
 
 // Memory for rows as a product wants them, and for what each thread needs besides.
 struct Workspace {
@@ -22,6 +25,7 @@ struct Workspace {
   uint8_t* rooms;
   float* pieces;
   int64_t room;
+  int64_t capacity;  // rows
 
   Workspace(Call& call, int64_t rows, int64_t widest, int threads)
       : quants(call.take<uint8_t>(2 * rows * widest)),
@@ -30,17 +34,20 @@ struct Workspace {
         floats(call.take<float>(rows * widest)),
         rooms(call.take<uint8_t>(threads * ((room_bytes(widest) + 63) / 64 * 64))),
         pieces(call.take<float>(threads * 4 * BLOCK * PANEL)),
-        room((room_bytes(widest) + 63) / 64 * 64) {}
+        room((room_bytes(widest) + 63) / 64 * 64),
+        capacity(rows) {}
 
-  Rows rows(int64_t count, int64_t k) const { return {floats, k, quants, scales, sums, count}; }
+  Rows rows(int64_t count, int64_t k) const {
+    return {floats, k, quants, scales, sums, count, capacity};
+  }
   void* room_of(const Team& team) const { return rooms + team.rank * room; }
   float* pieces_of(const Team& team) const { return pieces + team.rank * 4 * BLOCK * PANEL; }
 
   // Take some whole groups of a row in, from input `at` on.
   void quantize(const Linear& linear, int64_t row, int64_t at, const float* x, int64_t count) const {
-    const int64_t place = row * linear.k + at;
-    quantize_row(linear.bits, x, count, quants + place * linear.bits / 8,
-                 scales + place / GROUP * linear.spans(), sums + place / GROUP);
+    const int64_t place = at / GROUP * capacity + row;
+    quantize_row(linear.bits, x, count, capacity, quants + place * GROUP * linear.bits / 8,
+                 scales + place * linear.spans(), sums + place);
   }
 
   // Take a row in, in the form that the linear multiplies.
@@ -53,16 +60,38 @@ struct Workspace {
   }
 };
 
-inline void multiply_panel(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
-                           int64_t last, float* out, void* room) {
+// Multiply `count` panels, TOGETHER or one, and add the bias; out: [last - first, count, PANEL].
+inline void multiply_panels(const Linear& linear, const Rows& rows, int64_t panel, int64_t count,
+                            int64_t first, int64_t last, float* out, void* room) {
   if (is_integer(linear.format))
-    multiply_integer(linear, rows, panel, first, last, out, room);
-  else
-    multiply_float(linear, rows, panel, first, last, out, room);
-  if (!linear.bias) return;
-  const int64_t begin = panel * PANEL, count = std::min<int64_t>(PANEL, linear.n - begin);
-  for (int64_t row = 0; row < last - first; row++)
-    for (int64_t i = 0; i < count; i++) out[row * PANEL + i] += linear.bias[begin + i];
+    multiply_integer(linear, rows, panel, count, first, last, out);
+  for (int64_t p = 0; p < count; p++, panel++, out += PANEL) {
+    const int64_t stride = count * PANEL;
+    if (!is_integer(linear.format))
+      multiply_float(linear, rows, panel, first, last, out, stride, room);
+    if (!linear.bias) continue;
+    const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, linear.n - begin);
+    for (int64_t row = 0; row < last - first; row++)
+      for (int64_t i = 0; i < width; i++) out[row * stride + i] += linear.bias[begin + i];
+  }
+}
+
+// The panels of unit `unit` of a product, and `finish(row, first output, count, values)` for each
+// row of them.
+template <typename F>
+inline void multiply_unit(const Linear& linear, const Rows& rows, int64_t unit, int64_t first,
+                          int64_t last, const Workspace& space, const Team& team, F&& finish) {
+  float* pieces = space.pieces_of(team);
+  const int64_t panel = unit * TOGETHER, begin = panel * PANEL;
+  const int64_t panels = std::min<int64_t>(TOGETHER, linear.num_panels() - panel);
+  multiply_panels(linear, rows, panel, panels, first, last, pieces, space.room_of(team));
+  const int64_t count = std::min<int64_t>(panels * PANEL, linear.n - begin);
+  for (int64_t row = first; row < last; row++)
+    finish(row, begin, count, pieces + (row - first) * panels * PANEL);
+}
+
+inline int64_t num_units(const Linear& linear) {
+  return (linear.num_panels() + TOGETHER - 1) / TOGETHER;
 }
 
 // Call `work(block's first row, its end, unit)` for every block of rows and unit, each once.
@@ -82,12 +111,8 @@ inline void share(Team& team, int64_t rows, int64_t units, F&& work) {
 template <typename F>
 inline void product(const Linear& linear, const Rows& rows, const Workspace& space, Team& team,
                     F&& finish) {
-  share(team, rows.count, linear.num_panels(), [&](int64_t first, int64_t last, int64_t panel) {
-    float* piece = space.pieces_of(team);
-    multiply_panel(linear, rows, panel, first, last, piece, space.room_of(team));
-    const int64_t begin = panel * PANEL, count = std::min<int64_t>(PANEL, linear.n - begin);
-    for (int64_t row = first; row < last; row++)
-      finish(row, begin, count, piece + (row - first) * PANEL);
+  share(team, rows.count, num_units(linear), [&](int64_t first, int64_t last, int64_t unit) {
+    multiply_unit(linear, rows, unit, first, last, space, team, finish);
   });
 }
 

@@ -51,8 +51,26 @@ inline f32v fma(f32v a, f32v b, f32v c) {
 #endif
 }
 
-inline f32v vmax(f32v a, f32v b) { return a > b ? a : b; }
-inline f32v vmin(f32v a, f32v b) { return a < b ? a : b; }
+// b where either is NaN, as in `a > b ? a : b`, of which GCC makes two instructions.
+inline f32v vmax(f32v a, f32v b) {
+#if DI_AVX512
+  return (f32v)_mm512_max_ps((__m512)a, (__m512)b);
+#elif DI_AVX2
+  return (f32v)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+inline f32v vmin(f32v a, f32v b) {
+#if DI_AVX512
+  return (f32v)_mm512_min_ps((__m512)a, (__m512)b);
+#elif DI_AVX2
+  return (f32v)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 inline f32v load_bf16(const uint16_t* p) {
 #if DI_AVX512
@@ -88,19 +106,42 @@ inline void store_bf16(uint16_t* p, f32v v) {
   for (int i = 0; i < F32S; i++) p[i] = to_bf16(v[i]);
 }
 
-// Sum in one fixed order: halves onto each other.
+// Halves onto each other, in one fixed order.
+template <typename V, typename F>
+inline auto folded(V v, F&& both) {
+  typedef decltype(v[0] + v[0]) Number;
+  if constexpr (sizeof(V) == 2 * sizeof(Number)) {
+    return both(v[0], v[1]);
+  } else {
+    typedef Number half __attribute__((vector_size(sizeof(V) / 2)));
+    half low, high;
+#if DI_AVX512  // GCC would take the whole vector through memory
+    if constexpr (sizeof(V) == 64) {
+      low = (half)_mm512_castsi512_si256((__m512i)v);
+      high = (half)_mm512_extracti64x4_epi64((__m512i)v, 1);
+      return folded(both(low, high), both);
+    }
+#endif
+    std::memcpy(&low, &v, sizeof low);
+    std::memcpy(&high, (const char*)&v + sizeof low, sizeof high);
+    return folded(both(low, high), both);
+  }
+}
+
 inline float sum(f32v v) {
-  float part[F32S];
-  store(part, v);
-  for (int width = F32S / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) part[i] += part[i + width];
-  return part[0];
+  return folded(v, [](auto a, auto b) { return a + b; });
+}
+
+inline int32_t sum(i32v v) {
+  return folded(v, [](auto a, auto b) { return a + b; });
+}
+
+inline int32_t largest(i32v v) {
+  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 inline float largest(f32v v) {
-  float best = v[0];
-  for (int i = 1; i < F32S; i++) best = v[i] > best ? v[i] : best;
-  return best;
+  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 // Round to the nearest integer, ties to even.

@@ -17,8 +17,14 @@ import torch
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.checkpoint import Checkpoint
 from deepinfer_core.interfaces.model import BuildRequest
-from deepinfer_deepseek.checkpoint.loading import matrix, row_table
+from deepinfer_core.testing.harness import ModelHarness
+from deepinfer_deepseek.attention import build as build_attention
+from deepinfer_deepseek.checkpoint.loading import matrix, row_table, stacked
+from deepinfer_deepseek.checkpoint.matrices import FP4
 from deepinfer_deepseek.checkpoint.reader import DeepSeekFormat
+from deepinfer_deepseek.model import V41Family
+from deepinfer_deepseek.options import V41Options
+from deepinfer_deepseek.quant.numbers import E2M1, unpack_nibbles
 from deepinfer_deepseek.testing.checkpoints import packed_config, plain_weights, write_checkpoint
 
 EXPERT, TABLE = "layers.3.ffn.experts.2.w2.weight", "layers.4.engram.embed.weight"
@@ -48,6 +54,42 @@ def test_experts_and_rows_are_the_plain_numbers(tmp_path: Path, plain: bool, dty
     assert table.shape == (552, 32)
     assert table.rows(ids).equal(expected[TABLE][ids].to(getattr(torch, dtype)))
     assert table.rows(ids[:0]).shape == (0, 2, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_all_numbers_of_all_blocks_expand_to_the_bit(dtype: torch.dtype) -> None:
+    """Every byte beside every scale but NaN, also where results are subnormal or overflow."""
+    data = torch.arange(256, dtype=torch.uint8).repeat(255, 2)
+    codes = torch.arange(255, dtype=torch.uint8).unsqueeze(1).repeat(1, 32)
+    numbers = E2M1.decode(unpack_nibbles(data))
+    wanted = (numbers * 2.0 ** (codes[:, :1].double() - 127)).to(torch.float32)
+    out = torch.empty_like(wanted, dtype=dtype)
+    FP4.expand_into(out, data, codes.view(torch.float8_e8m0fnu))
+    assert out.equal(wanted.to(dtype))
+    assert FP4.expand(data, codes.view(torch.float8_e8m0fnu)).equal(wanted)
+
+
+def test_an_expert_is_expanded_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows choose it, and not at all if none does."""
+    folder = write_checkpoint(tmp_path, packed_config(n_routed_experts=16, num_experts_per_tok=1))
+    model = ModelHarness(
+        DeepSeekFormat().open(folder),
+        family=V41Family(V41Options()),
+        attention=("latent", build_attention),
+    )
+    expanded: list[int] = []
+
+    def counted(matrices: Any) -> torch.Tensor:
+        expanded.append(len(matrices))
+        return stacked(matrices)
+
+    monkeypatch.setattr("deepinfer_deepseek.experts.stacked", counted)
+    model.open(1)
+    model.step({1: [5]})
+    assert len(expanded) == 10, "one expert in each layer"
+    expanded.clear()
+    model.step({1: list(range(200))})
+    assert 10 < len(expanded) <= 10 * 16
 
 
 def test_what_was_loaded_outlives_the_checkpoint(tmp_path: Path) -> None:

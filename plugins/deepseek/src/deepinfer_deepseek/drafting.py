@@ -2,6 +2,11 @@
 
 Draft layers see the target, not themselves: what they attend to of the past is made of the inputs
 of a few target layers. The rows of a block see each other both ways.
+
+What the confidence head reads of a row, h_i beside the embedding of the token before, is the
+collapsed stream as it is; the head for tokens reads it normed (``mtp.N.norm``). So it is written in
+the description of the public reference. Draft models in the public DSpark layout, which drafter
+``dspark`` reads from files of their own, hand both heads the normed row.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_deepseek.checkpoint.loading import matrix
+from deepinfer_deepseek.checkpoint.loading import matrix, stacked
 from deepinfer_deepseek.numerics import Loader, added, apply_rows, sigmoid, wide
 from deepinfer_deepseek.stack import ExpertConfig
 
@@ -93,22 +93,25 @@ class Experts:
         self._experts = [
             self._held(f"{base}experts.{number}", load) for number in range(config.num_experts)
         ]
-        shared = [load.tensor(f"{base}shared_experts.{name}.weight") for name in _NAMES]
-        self._shared = self._prepared(shared)
+        gate, up, down = (load.tensor(f"{base}shared_experts.{name}.weight") for name in _NAMES)
+        self._shared = self._prepared(torch.cat([gate, up]), down)
 
     def _held(self, place: str, load: Loader) -> Callable[[], _Handles]:
-        """An expert as it is stored: packed matrices are expanded each time they are used."""
-        matrices = [matrix(load.request, f"{place}.{name}.weight") for name in _NAMES]
-        if any(held.packed for held in matrices):
-            return lambda: self._prepared([held.dense() for held in matrices])
-        handles = self._prepared([held.dense() for held in matrices])
+        """An expert as it is stored: packed matrices are expanded for each step that uses them."""
+        gate, up, down = (matrix(load.request, f"{place}.{name}.weight") for name in _NAMES)
+
+        def expanded() -> _Handles:
+            return self._prepared(stacked([gate, up]), down.dense())
+
+        if any(held.packed for held in (gate, up, down)):
+            return expanded
+        handles = expanded()
         return lambda: handles
 
-    def _prepared(self, matrices: Sequence[Tensor]) -> _Handles:
+    def _prepared(self, gate_up: Tensor, down: Tensor) -> _Handles:
         """Handles of gate and up in one, and of down."""
-        gate, up, down = matrices
         prepare = self._linear.prepare
-        return prepare(torch.cat([gate, up]), None), prepare(down, None)
+        return prepare(gate_up, None), prepare(down, None)
 
     def __call__(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """[n, hidden] -> [n, hidden]; contributions are added in ascending expert id.

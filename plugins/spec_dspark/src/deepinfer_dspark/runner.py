@@ -63,7 +63,8 @@ class DraftRunner:
             contexts: what each sequence's block sees.
 
         Returns:
-            [n, block_size, hidden_size], normed.
+            [n, block_size, hidden_size], normed. Markov and confidence heads read it so, too, as
+            they do where such models are trained.
         """
         network, count = self.network, len(positions)
         x = self._mask.expand(count, self.block_size, -1).clone()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import torch
 from attrs import field, frozen
@@ -10,7 +12,7 @@ from torch import Tensor
 from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.model import BuildRequest
-from deepinfer_deepseek.checkpoint.matrices import MatrixFormat, expand
+from deepinfer_deepseek.checkpoint.matrices import MatrixFormat, expand_into
 
 
 @frozen(kw_only=True, eq=False)
@@ -31,7 +33,14 @@ class Matrix:
         """``shape``, in the dtype of the computation, on its device."""
         if isinstance(self._held, Tensor):
             return self._held.to(self._dtype)
-        return expand(self._held).to(self._dtype)
+        return stacked([self])
+
+    def _write(self, out: Tensor) -> None:
+        """Fill a tensor of ``shape``."""
+        if isinstance(self._held, Tensor):
+            out.copy_(self._held)
+        else:
+            expand_into(out, self._held)
 
     @property
     def packed(self) -> bool:
@@ -79,6 +88,16 @@ class RowTable:
             codes = self._scales.view(torch.uint8).index_select(0, wanted)
             found = self._format.expand(found, codes.view(self._scales.dtype))
         return found.to(self._device, self._dtype).reshape(*ids.shape, self.shape[1])
+
+
+def stacked(matrices: Sequence[Matrix]) -> Tensor:
+    """Rows of several matrices with as many columns, one after another, dense."""
+    held, rows = matrices[0]._held, [matrix.shape[0] for matrix in matrices]
+    device = (held if isinstance(held, Tensor) else held.data).device
+    out = torch.empty(sum(rows), matrices[0].shape[1], dtype=matrices[0]._dtype, device=device)
+    for matrix, part in zip(matrices, out.split(rows), strict=True):
+        matrix._write(part)
+    return out
 
 
 def matrix(request: BuildRequest, name: str) -> Matrix:

@@ -29,6 +29,10 @@ from deepinfer_deepseek.quant.numbers import (
 _NAME = re.compile(r"fp([48])_(\d+)x(\d+)")
 
 
+_WHOLE_PAIRS = {torch.float32: torch.int64, torch.bfloat16: torch.int32}
+"""Words that hold two numbers."""
+
+
 @frozen(kw_only=True)
 class MatrixFormat:
     """Numbers of a few bits; a block of rows and columns shares a scale.
@@ -84,6 +88,10 @@ class MatrixFormat:
         Returns:
             [rows, columns], float32; exact.
         """
+        if self._pairs_of(scales, data) is not None:
+            out = torch.empty(self.dense_shape(tuple(data.shape)), device=data.device)
+            self.expand_into(out, data, scales)
+            return out
         numbers = self.number.decode(unpack_nibbles(data) if self.number.bits == 4 else data)
         across, along = scales.shape
         if numbers.shape != (across * self.rows, along * self.columns):
@@ -91,6 +99,34 @@ class MatrixFormat:
         blocks = numbers.view(across, self.rows, along, self.columns)
         blocks.mul_(scales.float()[:, None, :, None])
         return numbers
+
+    def expand_into(self, out: Tensor, data: Tensor, scales: Tensor) -> None:
+        """Write what ``expand`` returns into a tensor, rounded to its dtype.
+
+        Args:
+            out: [rows, columns], contiguous.
+            data: see ``expand``.
+            scales: see ``expand``.
+        """
+        pairs = self._pairs_of(scales, data)
+        if pairs is None or out.dtype not in _WHOLE_PAIRS:
+            out.copy_(self.expand(data, scales))
+            return
+        # Both numbers of a byte are looked up at once, as one word.
+        words = pairs.to(out.dtype).view(_WHOLE_PAIRS[out.dtype]).flatten()
+        found = out.view(words.dtype).flatten()
+        torch.index_select(words, 0, data.flatten().int(), out=found)
+        # At most four significant bits times a power of two: bfloat16 holds all of it.
+        blocks = out.view(out.shape[0], -1, self.columns)
+        blocks.mul_(scales.float().to(out.dtype).unsqueeze(-1))
+
+    def _pairs_of(self, scales: Tensor, data: Tensor) -> Tensor | None:
+        """[256, 2]: the two numbers of a byte, if whole rows of blocks with powers of two are."""
+        whole = scales.dtype == torch.float8_e8m0fnu and data.shape[1] * 2 % self.columns == 0
+        if self.number.bits != 4 or self.rows != 1 or not whole:
+            return None
+        every = torch.arange(256, device=data.device)
+        return self.number.decode(torch.stack([every & 15, every >> 4], -1))
 
     def quantize(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """Round a matrix; each block has the smallest scale that lets its largest number fit.
@@ -137,7 +173,18 @@ def expand(packed: PackedTensor) -> Tensor:
     Raises:
         CheckpointError: its format is not one of this module's.
     """
+    found, scales = _known(packed)
+    return found.expand(packed.data, scales)
+
+
+def expand_into(out: Tensor, packed: PackedTensor) -> None:
+    """Write what ``expand`` returns into a tensor, rounded to its dtype; raises as it does."""
+    found, scales = _known(packed)
+    found.expand_into(out, packed.data, scales)
+
+
+def _known(packed: PackedTensor) -> tuple[MatrixFormat, Tensor]:
     found = MatrixFormat.named(packed.format)
     if found is None or packed.scales is None:
         raise CheckpointError(f"block format {packed.format!r} is not one of FP8 or FP4 matrices")
-    return found.expand(packed.data, packed.scales)
+    return found, packed.scales

@@ -9,7 +9,7 @@ from typing import Any
 from attrs import field, frozen
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
+from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
 from deepinfer_core.models.rope import RopeSpec
 
 
@@ -167,8 +167,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
         eos_token_ids=read_ends(read),
         **_mixture(read, traits, layers),
     )
-    if read.problems:
-        raise CheckpointError(f"configuration of {architecture} cannot be used", read.problems)
+    refuse(architecture, read.problems)
     return result
 
 

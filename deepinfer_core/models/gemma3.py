@@ -9,7 +9,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.attention import AttentionParams
 from deepinfer_core.interfaces.model import (
     BuildRequest,
@@ -21,7 +20,7 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
+from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
 from deepinfer_core.models.rope import RopeSpec, tables
 
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -112,8 +111,7 @@ def read_config(config: Mapping[str, Any]) -> Gemma3Config:
         final_softcap=_softcap(read, "final_logit_softcapping"),
         eos_token_ids=read_ends(read),
     )
-    if read.problems:
-        raise CheckpointError(f"configuration of {ARCHITECTURE} cannot be used", read.problems)
+    refuse(ARCHITECTURE, read.problems)
     return result
 
 

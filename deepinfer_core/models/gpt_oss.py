@@ -13,7 +13,6 @@ from torch import Tensor
 from deepinfer_core.checkpoint.dequantize import dequantize
 from deepinfer_core.checkpoint.mxfp4 import BLOCK, as_packed
 from deepinfer_core.checkpoint.tensors import PackedTensor
-from deepinfer_core.errors import CheckpointError
 from deepinfer_core.interfaces.attention import AttentionParams
 from deepinfer_core.interfaces.kernels import GatedActivation
 from deepinfer_core.interfaces.model import (
@@ -26,7 +25,7 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope
+from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
 from deepinfer_core.models.rope import RopeSpec, tables
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -117,8 +116,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
         packed=packed,
         eos_token_ids=read_ends(read),
     )
-    if read.problems:
-        raise CheckpointError(f"configuration of {ARCHITECTURE} cannot be used", read.problems)
+    refuse(ARCHITECTURE, read.problems)
     return result
 
 

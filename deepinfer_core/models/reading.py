@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepinfer_core.errors import CheckpointError
 from deepinfer_core.models.rope import KINDS, RopeSpec, problems_of
 
 
@@ -24,6 +25,31 @@ class ConfigReader:
             return 1
         return value
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number, 0 included."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if type(value) is not int or value < 0:
+            self.problems.append(f"{key}: expected a whole number >= 0, got {value!r}")
+            return 0
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers."""
+        value = self.config.get(key)
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            self.problems.append(f"{key}: expected a list of whole numbers, got {value!r}")
+            return ()
+        return tuple(value)
+
+    def only(self, fields: Mapping[str, Any]) -> None:
+        """Fields of which one value only is supported; one that is not there has it."""
+        for key, value in fields.items():
+            if self.config.get(key, value) != value:
+                self.problems.append(
+                    f"{key}: only {value!r} is supported, got {self.config[key]!r}"
+                )
+
     def number(self, key: str, default: float) -> float:
         """A number above 0."""
         value = self.config.get(key)
@@ -41,6 +67,12 @@ class ConfigReader:
             self.problems.append(f"{key}: expected true or false, got {value!r}")
             return default
         return value
+
+
+def refuse(architecture: str, problems: Sequence[str]) -> None:
+    """Raise CheckpointError if a configuration has problems, naming all of them."""
+    if problems:
+        raise CheckpointError(f"configuration of {architecture} cannot be used", problems)
 
 
 def read_heads(read: ConfigReader, hidden: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.models.config import ARCHITECTURES, DecoderConfig, read_config
+from deepinfer_core.models.reading import ConfigReader, refuse
 
 SMALLEST: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -213,3 +214,20 @@ def test_the_built_in_plugin_offers_every_architecture() -> None:
 
     component = PluginHost().find(Slot.MODEL, "decoder")
     assert component.tags == set(ARCHITECTURES)
+
+
+def test_fields_are_read_by_kind_and_every_problem_is_noted() -> None:
+    read = ConfigReader({"n": 0, "ids": [3, 1], "act": "silu", "bad": "x"})
+    assert (read.count("n"), read.count("missing", 2), read.integers("ids")) == (0, 2, (3, 1))
+    read.only({"act": "silu", "missing": 7})
+    assert read.problems == []
+    assert (read.count("bad"), read.integers("bad")) == (0, ())
+    read.only({"bad": "y"})
+    assert read.problems == [
+        "bad: expected a whole number >= 0, got 'x'",
+        "bad: expected a list of whole numbers, got 'x'",
+        "bad: only 'y' is supported, got 'x'",
+    ]
+    refuse("Acme", [])
+    with pytest.raises(CheckpointError, match="configuration of Acme cannot be used"):
+        refuse("Acme", read.problems)

@@ -12,18 +12,14 @@ from typing import Any
 
 from attrs import frozen
 
-from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.reading import ConfigReader
+from deepinfer_core.models.reading import ConfigReader, refuse
 from deepinfer_deepseek.stack import (
     ONLY,
     ExpertConfig,
     IndexConfig,
     StackConfig,
-    check_only,
     expert_problems,
     owner,
-    read_count,
-    read_ids,
     read_quantization,
     read_stack,
     size_problems,
@@ -157,12 +153,12 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
     nested = config.get("text_config")
     text = {**config, **nested} if isinstance(nested, Mapping) else config
     read = ConfigReader({**_DEFAULTS, **text})
-    check_only(read, _ONLY)
+    read.only(_ONLY)
     layers, drafts = (
         read.positive("num_hidden_layers"),
-        read_count(read, "num_nextn_predict_layers"),
+        read.count("num_nextn_predict_layers"),
     )
-    ratios = read_ids(read, "compress_ratios")
+    ratios = read.integers("compress_ratios")
     stack = read_stack(read)
     result = V41Config(
         **stack,
@@ -171,7 +167,7 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
         ratios=ratios[:layers],
         index=_index(read),
         quantization=read_quantization(read, config),
-        kv_sources=read_ids(read, "kv_source_layer_ids"),
+        kv_sources=read.integers("kv_source_layer_ids"),
         engram=_engram(read),
         draft=_draft(read, drafts, stack["experts"]) if drafts else None,
         fp4_entries=read.flag("use_fp4_sparse_kv"),
@@ -179,8 +175,7 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
     )
     problems = read.problems or [*_sizes(result), *_sharing(result, ratios[layers:], drafts)]
     problems = problems or _extras(result)
-    if problems:
-        raise CheckpointError(f"configuration of {ARCHITECTURE} cannot be used", problems)
+    refuse(ARCHITECTURE, problems)
     return result
 
 
@@ -200,8 +195,8 @@ def _index(read: ConfigReader) -> IndexConfig:
         num_heads=read.positive("index_n_heads"),
         head_dim=read.positive("index_head_dim"),
         topk=read.positive("index_topk"),
-        sources=read_ids(read, "index_source_layer_ids"),
-        key_sources=read_ids(read, keys if read.config.get(keys) else "kv_source_layer_ids"),
+        sources=read.integers("index_source_layer_ids"),
+        key_sources=read.integers(keys if read.config.get(keys) else "kv_source_layer_ids"),
         candidate_layer=candidate,
         candidate_blocks=read.positive("candidate_topk_blocks"),
         candidate_block_size=read.positive("candidate_block_size"),
@@ -209,18 +204,18 @@ def _index(read: ConfigReader) -> IndexConfig:
 
 
 def _engram(read: ConfigReader) -> EngramConfig | None:
-    layers = read_ids(read, "engram_layer_ids")
+    layers = read.integers("engram_layer_ids")
     if not layers:
         return None
     return EngramConfig(
         layers=layers,
-        rows=read_ids(read, "engram_num_embeddings"),
+        rows=read.integers("engram_num_embeddings"),
         max_ngram=read.positive("engram_max_ngram_size"),
         num_heads=read.positive("engram_n_heads"),
         head_dim=read.positive("engram_head_dim"),
         vocab_size=read.positive("engram_vocab_size"),
         compressed_vocab_size=read.positive("engram_compressed_vocab_size"),
-        pad_token_id=read_count(read, "engram_pad_token_id"),
+        pad_token_id=read.count("engram_pad_token_id"),
     )
 
 
@@ -228,8 +223,8 @@ def _draft(read: ConfigReader, layers: int, experts: ExpertConfig) -> DraftConfi
     return DraftConfig(
         num_layers=layers,
         block_size=read.positive("dspark_block_size"),
-        noise_token_id=read_count(read, "dspark_noise_token_id"),
-        target_layers=read_ids(read, "dspark_target_layer_ids"),
+        noise_token_id=read.count("dspark_noise_token_id"),
+        target_layers=read.integers("dspark_target_layer_ids"),
         markov_rank=read.positive("dspark_markov_rank"),
         experts=ExpertConfig(
             num_experts=read.positive("dspark_n_routed_experts", experts.num_experts),

@@ -156,13 +156,6 @@ def owner(sources: tuple[int, ...], layer: int) -> int:
     return max(source for source in sources if source <= layer)
 
 
-def check_only(read: ConfigReader, only: Mapping[str, Any]) -> None:
-    """Note fields whose value stands for something that is not built."""
-    for key, value in only.items():
-        if read.config.get(key, value) != value:
-            read.problems.append(f"{key}: only {value!r} is supported, got {read.config[key]!r}")
-
-
 def read_stack(read: ConfigReader) -> dict[str, Any]:
     """The fields of ``StackConfig`` that every such configuration has alike."""
     max_position = read.positive("max_position_embeddings")
@@ -195,24 +188,6 @@ def read_stack(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-def read_count(read: ConfigReader, key: str) -> int:
-    """A whole number, zero included."""
-    value = read.config.get(key)
-    if type(value) is not int or value < 0:
-        read.problems.append(f"{key}: expected a whole number >= 0, got {value!r}")
-        return 0
-    return value
-
-
-def read_ids(read: ConfigReader, key: str) -> tuple[int, ...]:
-    """A list of whole numbers."""
-    value = read.config.get(key)
-    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        read.problems.append(f"{key}: expected a list of whole numbers, got {value!r}")
-        return ()
-    return tuple(value)
-
-
 def read_experts(read: ConfigReader) -> ExpertConfig:
     """The mixture of experts."""
     return ExpertConfig(
@@ -241,15 +216,11 @@ def read_quantization(read: ConfigReader, config: Mapping[str, Any]) -> Quantiza
         return None
     # V4 says beside the table what V4.1 says in it.
     experts = read.config.get("expert_dtype") or "fp8"
-    table = ConfigReader({"expert_dtype": experts, "fmt": "e4m3", "scale_fmt": "ue8m0", **found})
-    for key, value in {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}.items():
-        if table.config.get(key) != value:
-            table.problems.append(
-                f"{key}: only {value!r} is supported, got {table.config.get(key)!r}"
-            )
+    table = ConfigReader({"quant_method": None, "expert_dtype": experts, **found})
+    table.only({"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"})
     if table.config["expert_dtype"] not in ("fp4", "fp8"):
         table.problems.append(f"expert_dtype: 'fp4' or 'fp8', got {table.config['expert_dtype']!r}")
-    block = read_ids(table, "weight_block_size")
+    block = table.integers("weight_block_size")
     if not table.problems and (len(block) != 2 or min(block) < 1):
         table.problems.append(f"weight_block_size: expected two sizes, got {list(block)}")
     read.problems += [f"quantization_config.{problem}" for problem in table.problems]

@@ -28,7 +28,7 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope
+from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope, refuse
 from deepinfer_core.models.rope import RopeSpec, tables
 from deepinfer_deepseek.mtp import MtpDrafter
 from deepinfer_deepseek.numerics import Projection, added, sigmoid, wide, wide_dtype
@@ -51,15 +51,15 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 """What fields mean that a configuration leaves out."""
 
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "hidden_act": ("silu",),
-    "moe_layer_freq": (1,),
-    "scoring_func": ("sigmoid",),
-    "tie_word_embeddings": (False,),
-    "topk_method": ("noaux_tc",),
+_ONLY: Mapping[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_method": "noaux_tc",
 }
-"""Fields of which these values only are built."""
+"""Fields of which one value only is built."""
 
 
 @frozen(kw_only=True)
@@ -116,10 +116,7 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         CheckpointError: naming every missing, unsupported or contradictory field.
     """
     read = ConfigReader({**_DEFAULTS, **config})
-    for key, allowed in _ONLY.items():
-        if read.config.get(key, allowed[0]) not in allowed:
-            found = read.config[key]
-            read.problems.append(f"{key}: only {allowed[0]!r} is supported, got {found!r}")
+    read.only(_ONLY)
     packed = config.get("quantization_config") or {"quant_method": "fp8"}
     if (packed.get("quant_method"), packed.get("fmt", "e4m3")) != ("fp8", "e4m3"):
         read.problems.append(f"quantization_config: only FP8 in E4M3 is supported, got {packed!r}")
@@ -134,9 +131,6 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         read.problems.append(
             f"num_experts_per_tok {per_token} of topk_group {chosen}: there are not so many"
         )
-    dense = read.config["first_k_dense_replace"]
-    if type(dense) is not int or dense < 0:
-        read.problems.append(f"first_k_dense_replace: expected a whole number, got {dense!r}")
     result = V3Config(
         vocab_size=read.positive("vocab_size"),
         hidden_size=read.positive("hidden_size"),
@@ -152,7 +146,7 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         rope=rope,
         interleaved=read.flag("rope_interleave"),
         scale=(plain + rope_dim) ** -0.5 * _sharpening(rope) ** 2,
-        dense_layers=dense,
+        dense_layers=read.count("first_k_dense_replace"),
         dense_size=read.positive("intermediate_size"),
         num_experts=experts,
         experts_per_token=per_token,
@@ -162,11 +156,10 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         chosen_groups=chosen,
         renormalise=read.flag("norm_topk_prob"),
         routed_scale=read.number("routed_scaling_factor", 2.5),
-        num_draft_layers=read.config.get("num_nextn_predict_layers") or 0,
+        num_draft_layers=read.count("num_nextn_predict_layers", 0),
         eos_token_ids=read_ends(read),
     )
-    if read.problems:
-        raise CheckpointError(f"configuration of {ARCHITECTURE} cannot be used", read.problems)
+    refuse(ARCHITECTURE, read.problems)
     return result
 
 

@@ -10,15 +10,11 @@ from typing import Any
 
 from attrs import frozen
 
-from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.reading import ConfigReader
+from deepinfer_core.models.reading import ConfigReader, refuse
 from deepinfer_deepseek.stack import (
     ONLY,
     IndexConfig,
     StackConfig,
-    check_only,
-    read_count,
-    read_ids,
     read_quantization,
     read_stack,
     size_problems,
@@ -81,11 +77,11 @@ def read_config(config: Mapping[str, Any]) -> V4Config:
         CheckpointError: naming every missing, unsupported or contradictory field.
     """
     read = ConfigReader({**_DEFAULTS, **config})
-    check_only(read, ONLY)
+    read.only(ONLY)
     layers = read.positive("num_hidden_layers")
-    drafts = read_count(read, "num_nextn_predict_layers")
-    ratios = read_ids(read, "compress_ratios")
-    hashed = read_count(read, "num_hash_layers")
+    drafts = read.count("num_nextn_predict_layers")
+    ratios = read.integers("compress_ratios")
+    hashed = read.count("num_hash_layers")
     if not read.problems and len(ratios) not in (layers, layers + drafts):
         read.problems.append(
             f"compress_ratios has {len(ratios)} entries for {layers}+{drafts} layers"
@@ -110,8 +106,7 @@ def read_config(config: Mapping[str, Any]) -> V4Config:
         num_hash_layers=hashed,
     )
     problems = read.problems or [*size_problems(result), *_problems(result)]
-    if problems:
-        raise CheckpointError(f"configuration of {ARCHITECTURE} cannot be used", problems)
+    refuse(ARCHITECTURE, problems)
     return result
 
 

@@ -12,9 +12,16 @@ from deepinfer_core.testing.contracts import (
     KernelsContract,
     ModelContract,
 )
+from deepinfer_core.testing.contracts.paged_model import PagedModelContract
 
 
 class TestDecoder(ModelContract):
+    component = "decoder"
+
+
+class TestDecoderOnPages(PagedModelContract):
+    """The other way to run a model's laws finds the same of a model that serves both."""
+
     component = "decoder"
 
 

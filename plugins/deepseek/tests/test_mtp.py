@@ -172,6 +172,20 @@ def test_drafts_are_those_of_transformers(tiny_mtp: Path, chunks: list[int]) -> 
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 
+def engine(
+    model: Path, drafter: str, *plugins: Any, cache: str = "pages", **options: Any
+) -> Runner:
+    return Runner(
+        model,
+        [dspark, *plugins],
+        options,
+        cache=cache,
+        drafter=drafter,
+        budget="fixed",
+        attention="paged",
+    )
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "seed": 3}], ids=str)
 @pytest.mark.parametrize("batch", [7, 64])
 def test_answers_are_the_same_with_drafts(
@@ -179,15 +193,7 @@ def test_answers_are_the_same_with_drafts(
 ) -> None:
     found = []
     for drafter in ("none", "mtp1"):
-        runner = Runner(
-            tiny_mtp,
-            [dspark],
-            {"max_batch_tokens": batch},
-            cache="pages",
-            drafter=drafter,
-            budget="fixed",
-            attention="paged",
-        )
+        runner = engine(tiny_mtp, drafter, max_batch_tokens=batch)
         try:
             names = [
                 runner.submit(tokens_of(length, length), max_tokens=24, n=n, **params)
@@ -202,6 +208,45 @@ def test_answers_are_the_same_with_drafts(
     assert drafted == plain
     assert none == 0
     assert judged > 60
+
+
+def test_good_drafts_are_accepted(tmp_path: Path) -> None:
+    """Layers that add nothing: the next token depends on the newest alone, and drafts know it."""
+    tensors = weights()
+    for name, value in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            value.zero_()
+        elif "norm" in name:
+            value.fill_(1.0)
+        elif name.endswith("eh_proj.weight"):
+            value.copy_(torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], 1))
+    write_safetensors(tmp_path, tensors, CONFIG)
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    runner = engine(tmp_path, "mtp1")
+    try:
+        found = runner.run(tokens_of(9), max_tokens=30)
+        steps = runner.engine.stats().num_steps
+    finally:
+        runner.engine.close()
+    assert found.accepted == found.drafted >= 14
+    assert steps < 20
+
+
+def test_answers_are_the_same_after_a_hit(tiny_mtp: Path) -> None:
+    """Context of the layer has gaps then, and a part of it is computed again."""
+    prefix = pytest.importorskip("deepinfer_prefix")
+    prompt, found = [*tokens_of(96), *tokens_of(9, 1)], []
+    for drafter in ("none", "mtp1"):
+        runner = engine(tiny_mtp, drafter, prefix, cache="prefix")
+        try:
+            runner.run(tokens_of(96), max_tokens=1)
+            results = [runner.run(prompt, max_tokens=12) for _ in range(2)]
+        finally:
+            runner.engine.close()
+        assert all(result.cached_tokens > 20 for result in results)
+        assert (results[-1].drafted > 5) is (drafter == "mtp1")
+        found.append([bits(result) for result in results])
+    assert found[0] == found[1]
 
 
 def test_a_checkpoint_without_the_layer_offers_none(tmp_path: Path) -> None:

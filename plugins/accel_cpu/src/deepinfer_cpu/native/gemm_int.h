@@ -122,7 +122,7 @@ struct Activations {
 
 // Add what one group gives to R rows of P panels; out: [R, P, PANEL].
 template <int FORMAT, typename X, int R, int P, typename Weights>
-__attribute__((noinline)) void add_group(const Weights& weights, const Scales<FORMAT, P>& d, const Activations<X>& x,
+inline void add_group(const Weights& weights, const Scales<FORMAT, P>& d, const Activations<X>& x,
                       float* out) {
   constexpr int STEPS = GROUP / X::STEP / X::SPANS, WIDE = P * VECS;
   f32v part[R][WIDE];
@@ -155,15 +155,38 @@ __attribute__((noinline)) void add_group(const Weights& weights, const Scales<FO
     }
 }
 
+// On its own: where the compiler sees that weights stay the same from rows to rows, it keeps them in
+// registers and the sums in memory.
+template <int FORMAT, typename X, int R, int P, typename Weights>
+__attribute__((noinline)) void add_group_apart(const Weights& weights, const Scales<FORMAT, P>& d,
+                                               const Activations<X>& x, float* out) {
+  add_group<FORMAT, X, R, P>(weights, d, x, out);
+}
+
 // The same for the rows [row, last), R at a time and then fewer.
 template <int FORMAT, typename X, int R, int P, typename Weights>
 inline void add_group_to(const Weights& weights, const Scales<FORMAT, P>& d, const Rows& rows,
                          int64_t row, int64_t last, int64_t g, float* out) {
   for (; row + R <= last; row += R, out += R * P * PANEL)
-    add_group<FORMAT, X, R, P>(weights, d, Activations<X>(rows, row, g), out);
+    add_group_apart<FORMAT, X, R, P>(weights, d, Activations<X>(rows, row, g), out);
   if constexpr (R > 1) {
     if (row < last) add_group_to<FORMAT, X, R / 2, P>(weights, d, rows, row, last, g, out);
   }
+}
+
+// One row times one panel.
+template <int FORMAT, typename X>
+void integer_panel(const Linear& linear, const Rows& rows, int64_t panel, int64_t row, float* out) {
+  const int64_t stride = linear.panel_bytes();
+  const uint8_t* head = linear.panels + panel * stride;
+  alignas(64) float total[PANEL] = {};
+  for (int64_t g = 0; g < linear.k / GROUP; g++) {
+    const Packed<FORMAT, X, 1> packed{head + g * group_bytes(FORMAT), stride};
+    packed.fetch_ahead(stride);
+    add_group<FORMAT, X, 1, 1>(packed, Scales<FORMAT, 1>(packed.at, stride),
+                               Activations<X>(rows, row, g), total);
+  }
+  std::memcpy(out, total, sizeof total);
 }
 
 // Rows [first, last) times P panels; out: [last - first, P, PANEL].
@@ -172,6 +195,11 @@ void integer_panels(const Linear& linear, const Rows& rows, int64_t panel, int64
                     int64_t last, float* out) {
   constexpr int MOST = DI_AVX512 ? 8 : 4;  // rows whose sums fit into registers
   constexpr int64_t BYTES = group_bytes(FORMAT);
+  if (last - first == 1) {  // limited by memory, which is read fastest in one line
+    for (int p = 0; p < P; p++)
+      integer_panel<FORMAT, X>(linear, rows, panel + p, first, out + p * PANEL);
+    return;
+  }
   const int64_t groups = linear.k / GROUP, stride = linear.panel_bytes();
   const uint8_t* head = linear.panels + panel * stride;
   std::memset(out, 0, size_t(last - first) * P * PANEL * sizeof(float));

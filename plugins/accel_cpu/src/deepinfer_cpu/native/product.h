@@ -94,14 +94,17 @@ inline int64_t num_units(const Linear& linear) {
   return (linear.num_panels() + TOGETHER - 1) / TOGETHER;
 }
 
-// Call `work(block's first row, its end, unit)` for every block of rows and unit, each once.
+// Call `work(block's first row, its end, unit)` for every block of rows and unit, each once. Units
+// lie one after another in memory; those that follow each other are handed out `team.size` pieces
+// apart, so that threads of one speed read a stretch of memory each.
 template <typename F>
 inline void share(Team& team, int64_t rows, int64_t units, F&& work) {
   const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
   const int64_t chunk = std::max<int64_t>(1, units / (team.size * 8));
-  const int64_t chunks = (units + chunk - 1) / chunk;
-  for (int64_t item = team.next(); item < blocks * chunks; item = team.next()) {
-    const int64_t first = item / chunks * BLOCK, begin = item % chunks * chunk;
+  const int64_t each = ((units + chunk - 1) / chunk + team.size - 1) / team.size;
+  for (int64_t item = team.next(); item < blocks * each * team.size; item = team.next()) {
+    const int64_t first = item / (each * team.size) * BLOCK, place = item % (each * team.size);
+    const int64_t begin = (place % team.size * each + place / team.size) * chunk;
     for (int64_t unit = begin; unit < std::min(begin + chunk, units); unit++)
       work(first, std::min(first + BLOCK, rows), unit);
   }

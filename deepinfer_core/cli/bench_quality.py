@@ -82,6 +82,8 @@ def quality(
     from deepinfer_core.cli.bench import environment
 
     compared = [read_variant(text) for text in variants or ("configured",)]
+    for variant in compared:  # a mistake in the last one is told before the first one runs
+        _meant(engine_args, variant).open()
     lines = (held_prompts() if prompts is None else prompts.read_bytes()).splitlines()
     report = measure(
         lambda variant: _opened(engine_args, variant),
@@ -96,13 +98,16 @@ def quality(
     click.echo(json.dumps(full, indent=2) if as_json else table(full))
 
 
+def _meant(engine_args: EngineArgs, variant: Variant) -> EngineArgs:
+    return attrs.evolve(engine_args, sets=(*engine_args.sets, *variant.sets))
+
+
 @contextmanager
 def _opened(engine_args: EngineArgs, variant: Variant) -> Iterator[EngineParts]:
     from deepinfer_core.cli.session import locate
     from deepinfer_core.engine.assembly import assemble
 
-    meant = attrs.evolve(engine_args, sets=(*engine_args.sets, *variant.sets))
-    config, host = meant.open()
+    config, host = _meant(engine_args, variant).open()
     config = attrs.evolve(config, model=str(locate(config.model)))
     parts = assemble(config, environ={}, host=host)
     try:

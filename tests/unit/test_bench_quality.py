@@ -95,6 +95,15 @@ def test_the_reference_agrees_with_itself_and_bfloat16_does_not(
         assert rows["half"]["perplexity"] != rows["reference"]["perplexity"]
 
 
+def test_a_mistake_in_the_last_variant_is_told_before_the_first_one_runs(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = ("--variant", "same", "--variant", "wrong=engine.page_sise=4")
+    assert run(["bench", "quality", "--model", str(tiny), *CORE, *variants]) == 2
+    assert "page_sise" in (told := capsys.readouterr().err)
+    assert "same" not in told.split()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [("", "no prompts"), ('"a"', "at least two tokens"), ("3", "line 1")],

@@ -30,7 +30,7 @@ class KernelsConfig:
     """
 
     level: str = field(default="", validator=validators.in_(("", *LEVELS)))
-    activation_bits: int = field(default=16, validator=validators.in_((8, 16)))
+    activation_bits: int = field(default=8, validator=validators.in_((8, 16)))
     w8a8: bool = field(default=False, validator=validators.instance_of(bool))
     pin: bool = field(default=False, validator=validators.instance_of(bool))
 

@@ -41,7 +41,7 @@ class CpuKernels:
         w8a8: whether "linear" has 8 bits a number.
     """
 
-    def __init__(self, level: str = "", activation_bits: int = 16, *, w8a8: bool = False) -> None:
+    def __init__(self, level: str = "", activation_bits: int = 8, *, w8a8: bool = False) -> None:
         self._library, self._bits = library.load(level), activation_bits
         self._level = library.level_of(self._library)
         self._w8a8 = w8a8

@@ -193,7 +193,8 @@ void integer_panel(const Linear& linear, const Rows& rows, int64_t panel, int64_
 template <int FORMAT, typename X, int P>
 void integer_panels(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
                     int64_t last, float* out) {
-  constexpr int MOST = DI_AVX512 ? 8 : 4;  // rows whose sums fit into registers
+  // Rows whose sums fit into registers; those of spans take as many again.
+  constexpr int MOST = DI_AVX512 ? 8 : 4, UNPACKED_MOST = DI_AVX512 && X::SPANS > 1 ? 4 : MOST;
   constexpr int64_t BYTES = group_bytes(FORMAT);
   if (last - first == 1) {  // limited by memory, which is read fastest in one line
     for (int p = 0; p < P; p++)
@@ -211,7 +212,7 @@ void integer_panels(const Linear& linear, const Rows& rows, int64_t panel, int64
       add_group_to<FORMAT, X, MOST>(packed, scales, rows, first, last, g, out);
     } else {
       const Unpacked<X, P> unpacked(packed);
-      add_group_to<FORMAT, X, MOST>(unpacked, scales, rows, first, last, g, out);
+      add_group_to<FORMAT, X, UNPACKED_MOST>(unpacked, scales, rows, first, last, g, out);
     }
   }
 }

@@ -12,7 +12,7 @@ namespace {
 
 constexpr float LOG2E = 1.44269504f;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
-constexpr int TILE_ROWS = 96;    // rows (tokens times heads of a group) computed together
+constexpr int TILE_ROWS = 192;   // rows (tokens times heads of a group) computed together
 constexpr int PIECE_BLOCKS = 8;  // blocks of one piece of a long sequence
 constexpr int PIECE_ROWS = 16;   // most rows of a sequence that is cut
 constexpr int PIECES = 4;        // pieces of work for each thread that make cutting needless
@@ -142,7 +142,8 @@ class Attender {
                                : (count + tile_tokens_ - 1) / tile_tokens_;
       const int64_t here = int64_t(parts) * layer_.num_kv_heads;
       for (; wanted < before + here; wanted = team.next()) {
-        const int part = int(wanted - before) / layer_.num_kv_heads;
+        // Those that see most come first, so that no thread ends with a long one.
+        const int part = parts - 1 - int(wanted - before) / layer_.num_kv_heads;
         const int head = int(wanted - before) % layer_.num_kv_heads;
         work(pieces ? piece(i, head, part, record) : whole(i, head, part, begin, count));
       }

@@ -55,7 +55,7 @@ class Run {
       for (int64_t row = 0; row < rows; row++) work(row);
       return;
     }
-    for (int64_t row = team.next(); row < rows; row = team.next()) work(row);
+    each_row(team, rows, work);
     team.barrier();
   }
 
@@ -64,16 +64,18 @@ class Run {
   }
 
   void embed(Team& team) {
-    for (int64_t row = team.next(); row < step_.rows; row = team.next())
+    each_row(team, step_.rows, [&](int64_t row) {
       unpack_row(*model_.embedding, step_.token_ids[row], x_ + row * model_.hidden);
+    });
     team.barrier();
   }
 
   void tap(Team& team, int64_t index) {
     if (!step_.taps[index]) return;
     const int64_t hidden = model_.hidden;
-    for (int64_t row = team.next(); row < step_.rows; row = team.next())
+    each_row(team, step_.rows, [&](int64_t row) {
       std::memcpy(step_.taps[index] + row * hidden, x_ + row * hidden, size_t(hidden) * 4);
+    });
     team.barrier();
   }
 
@@ -97,8 +99,7 @@ class Run {
             });
     team.barrier();
     const AttentionPlan& plan = *step_.plans[layer.group];
-    for (int64_t row = team.next(); row < rows; row = team.next())
-      place(layer, plan, row, qkv_ + row * width);
+    each_row(team, rows, [&](int64_t row) { place(layer, plan, row, qkv_ + row * width); });
     team.barrier();
     attend(*layer.attention, plan, qkv_, width, mixed_, model_.num_heads * model_.head_dim, team);
     team.barrier();
@@ -179,9 +180,10 @@ class Run {
 
   void finish(Team& team, const float* x, bool fewer) {
     const int64_t hidden = model_.hidden;
-    for (int64_t i = team.next(); i < step_.num_wanted; i = team.next())
+    each_row(team, step_.num_wanted, [&](int64_t i) {
       rms_norm(x + (fewer ? i : step_.wanted[i]) * hidden, model_.final_norm, model_.eps, hidden,
                step_.out + i * hidden);
+    });
   }
 
   const Decoder& model_;

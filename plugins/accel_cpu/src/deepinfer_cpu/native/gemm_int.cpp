@@ -1,45 +1,72 @@
 #include "gemm_int.h"
 
+#include <algorithm>
+
 namespace di {
 namespace {
 
-// A span of numbers that share a scale; returns their sum.
-template <typename X>
-float quantize_span(const float* x, typename X::Number* quants, float& scale) {
+constexpr int AT_ONCE = 16;  // spans
+
+// Spans of numbers that share a scale each, at most AT_ONCE of them. `quants_at(span)` says where a
+// span's integers go; scales and sums of its numbers are given back.
+template <typename X, typename F>
+void quantize_spans(const float* x, int count, F&& quants_at, float* scales, float* sums) {
   typedef typename X::Number narrow __attribute__((vector_size(F32S * sizeof(typename X::Number))));
   constexpr int SPAN = GROUP / X::SPANS;
-  f32v part[SPAN / F32S];
-  i32v most{};  // bits without sign: in the order of sizes, infinity and NaN last
-  for (int i = 0; i < SPAN / F32S; i++) {
-    part[i] = load(x + i * F32S);
-    const i32v size = (i32v)part[i] & 0x7fffffff;
-    most = size > most ? size : most;
+  alignas(64) float peaks[AT_ONCE] = {}, factors[AT_ONCE];
+  alignas(64) int32_t counts[AT_ONCE] = {};
+  for (int span = 0; span < count; span++) {
+    i32v most{};  // bits without sign: in the order of sizes, infinity and NaN last
+    for (int i = 0; i < SPAN; i += F32S) {
+      const i32v size = (i32v)load(x + span * SPAN + i) & 0x7fffffff;
+      most = size > most ? size : most;
+    }
+    peaks[span] = from_bits(uint32_t(largest(most)));
   }
-  const float peak = from_bits(uint32_t(largest(most)));
-  scale = peak / X::MOST + (peak - peak);
-  const f32v factor = splat(peak > 0x1p-100f ? X::MOST / peak : 0.0f);
-  i32v total{};
-  for (int i = 0; i < SPAN / F32S; i++) {
-    const f32v clamped = vmax(vmin(part[i] * factor, splat(X::MOST)), splat(-X::MOST));
-    const i32v whole = __builtin_convertvector(nearest(clamped), i32v);
-    const narrow packed = __builtin_convertvector(whole, narrow);
-    std::memcpy(quants + i * F32S, &packed, sizeof packed);
-    total += whole;
+  for (int i = 0; i < AT_ONCE; i += F32S) {
+    const f32v peak = load(peaks + i);
+    store(scales + i, peak / splat(X::MOST) + (peak - peak));
+    store(factors + i, peak > splat(0x1p-100f) ? splat(X::MOST) / peak : f32v{});
   }
-  return scale * float(sum(total));
+  for (int span = 0; span < count; span++) {
+    const f32v factor = splat(factors[span]);
+    typename X::Number* to = quants_at(span);
+    i32v total{};
+    for (int i = 0; i < SPAN; i += F32S) {
+      const i32v whole = to_integers(load(x + span * SPAN + i) * factor);
+      const narrow packed = __builtin_convertvector(whole, narrow);
+      std::memcpy(to + i, &packed, sizeof packed);
+      total += whole;
+    }
+    counts[span] = sum(total);
+  }
+  for (int i = 0; i < AT_ONCE; i++) sums[i] = scales[i] * float(counts[i]);
 }
 
 template <typename X>
 void quantize(const float* x, int64_t count, int64_t capacity, void* quants, float* scales,
               float* sums) {
-  typename X::Number* to = static_cast<typename X::Number*>(quants);
   constexpr int SPAN = GROUP / X::SPANS;
-  for (int64_t g = 0; g < count / GROUP; g++) {
-    float total = 0;
-    for (int span = 0; span < X::SPANS; span++, x += SPAN)
-      total += quantize_span<X>(x, to + g * capacity * GROUP + span * SPAN,
-                                scales[g * capacity * X::SPANS + span]);
-    sums[g * capacity] = total;
+  const int64_t spans = count / SPAN;
+  for (int64_t first = 0; first < spans; first += AT_ONCE) {
+    const int some = int(std::min<int64_t>(AT_ONCE, spans - first));
+    const auto place = [&](int64_t span) { return span / X::SPANS * capacity; };
+    alignas(64) float scale[AT_ONCE], total[AT_ONCE];
+    quantize_spans<X>(
+        x + first * SPAN, some,
+        [&](int span) {
+          return static_cast<typename X::Number*>(quants) + place(first + span) * GROUP +
+                 (first + span) % X::SPANS * SPAN;
+        },
+        scale, total);
+    for (int span = 0; span < some; span += X::SPANS) {
+      float together = 0;
+      for (int i = 0; i < X::SPANS; i++) {
+        scales[place(first + span) * X::SPANS + i] = scale[span + i];
+        together += total[span + i];
+      }
+      sums[place(first + span)] = together;
+    }
   }
 }
 

@@ -9,8 +9,7 @@ DI_EXPORT void di_linear(const Linear* linear, const float* x, int64_t x_stride,
   Call call;
   const Workspace space(call, rows, linear->k, num_threads());
   together([&](Team& team) {
-    for (int64_t row = team.next(); row < rows; row = team.next())
-      space.put(*linear, row, x + row * x_stride);
+    each_row(team, rows, [&](int64_t row) { space.put(*linear, row, x + row * x_stride); });
     team.barrier();
     product(*linear, space.rows(rows, linear->k), space, team,
             [&](int64_t row, int64_t begin, int64_t count, const float* values) {

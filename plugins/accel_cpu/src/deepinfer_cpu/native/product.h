@@ -94,6 +94,14 @@ inline int64_t num_units(const Linear& linear) {
   return (linear.num_panels() + TOGETHER - 1) / TOGETHER;
 }
 
+// Call `work(row)` for every row, each once; a few are taken at a time.
+template <typename F>
+inline void each_row(Team& team, int64_t rows, F&& work) {
+  const int64_t few = std::min<int64_t>(16, std::max<int64_t>(1, rows / (team.size * 4)));
+  for (int64_t first = team.next() * few; first < rows; first = team.next() * few)
+    for (int64_t row = first; row < std::min(first + few, rows); row++) work(row);
+}
+
 // Call `work(block's first row, its end, unit)` for every block of rows and unit, each once. Units
 // lie one after another in memory; those that follow each other are handed out `team.size` pieces
 // apart, so that threads of one speed read a stretch of memory each.

@@ -144,6 +144,18 @@ inline float largest(f32v v) {
   return folded(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
+// The nearest integers, of ties the even one; anything where x is none or too large.
+inline i32v to_integers(f32v x) {
+#if DI_AVX512
+  return (i32v)_mm512_cvtps_epi32((__m512)x);
+#elif DI_AVX2
+  return (i32v)_mm256_cvtps_epi32((__m256)x);
+#else
+  for (int i = 0; i < F32S; i++) x[i] = std::fabs(x[i]) < 0x1p23f ? x[i] : 0;
+  return __builtin_convertvector((x + 0x1.8p23f) - 0x1.8p23f, i32v);
+#endif
+}
+
 // Round to the nearest integer, ties to even.
 inline f32v nearest(f32v x) {
   const f32v magic = splat(0x1.8p23f);

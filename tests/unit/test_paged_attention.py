@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.builtin import paged_attention, paged_plan, product_probe
+from deepinfer_core.builtin.fused_attention import BLOCK_ROWS, MANY, FusedAttention
 from deepinfer_core.builtin.paged_attention import PagedAttention
 from deepinfer_core.builtin.paged_storage import PagedStorage, padded_dim
 from deepinfer_core.errors import CompositionError
@@ -44,18 +45,19 @@ def world_of(
     heads: int = 6,
     seed: int = 0,
     params: Any = None,
+    fused: bool = False,
     **fields: Any,
 ) -> AttentionWorld:
-    """A backend that promises equal bits, pages full of NaN, and what is right."""
+    """A backend that promises equal bits unless fused, pages full of NaN, and what is right."""
     group = group_of(**{"dtype": kv_dtype or dtype, **fields})
     context = AttentionContext(
         groups=(group,),
         device_type="cpu",
         dtype=dtype,
         num_query_heads=heads,
-        batch_invariant=True,
+        batch_invariant=not fused,
     )
-    backend: Any = PagedAttention(context)
+    backend: Any = FusedAttention(context) if fused else PagedAttention(context)
     return AttentionWorld(
         backend,
         group,
@@ -96,6 +98,15 @@ def test_dtypes_and_head_counts(dtype: str, heads: int, kv_heads: int) -> None:
     world = world_of(dtype=dtype, heads=heads, num_kv_heads=kv_heads)
     fill(world, (1, 8, 19))
     continue_mixed(world)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 40])
+def test_fused_prompts_of_many_rows(dtype: str, window: int) -> None:
+    world = world_of(dtype=dtype, fused=True, window=window, value_dim=12, page_size=128)
+    fill(world, (MANY + 3, 5, MANY))
+    for counts in ((MANY, 1, 9), (1, 2 * MANY + 1, BLOCK_ROWS), (1, 1, 1)):
+        check(world, *(Rows(sequence_id=at, count=count) for at, count in enumerate(counts)))
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(10, 10), (6, 20), (24, 7), (1, 1)])

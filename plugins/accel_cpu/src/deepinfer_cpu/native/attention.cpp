@@ -207,13 +207,15 @@ class Attender {
   void begin(int rows) {
     static thread_local Scratch scratch;
     const int64_t pairs = (layer_.key_dim + 1) / 2 + BLOCK / 2;
-    const int64_t each = layer_.key_dim + BLOCK + 2 * width_ + 2 * F32S + 2 + pairs;
-    scratch.begin(each * rows + int64_t(BLOCK) * (layer_.key_dim + 1 + width_) + 256);
+    const int64_t each = layer_.key_dim + BLOCK + 2 * width_ + 2 * F32S + 4 + pairs;
+    scratch.begin(each * rows + int64_t(BLOCK) * (layer_.key_dim + 1 + width_) + 512);
     queries_ = scratch.take(int64_t(rows) * layer_.key_dim);
     scores_ = scratch.take(int64_t(rows) * BLOCK);
-    state_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
-    added_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows)};
+    state_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows + F32S)};
+    added_ = {scratch.take(int64_t(rows) * width_), scratch.take(rows * F32S), scratch.take(rows + F32S)};
     query_pairs_ = (uint32_t*)scratch.take(int64_t(rows) * pair_dims());
+    old_part_ = scratch.take(rows + F32S);
+    new_part_ = scratch.take(rows + F32S);
     weight_pairs_ = (uint32_t*)scratch.take(int64_t(rows) * (BLOCK / 2));
     block_keys_ = scratch.take(int64_t(BLOCK) * (layer_.key_dim + 1));
     block_values_ = scratch.take(int64_t(BLOCK) * width_);
@@ -246,13 +248,21 @@ class Attender {
     while (first < last && plan_.positions[first] < base) first++;
     while (last > first && lowest(sequence, plan_.positions[last - 1]) >= base + BLOCK) last--;
     const bool direct = layer_.page_size >= BLOCK && rows <= MAX_ROWS;
+    const int seen = (first - unit.tile.first) * group_, end = (last - unit.tile.first) * group_;
+#if DI_BF16_PAIRS
+    if (layer_.kv_type == KV_BF16) {
+      look_in_pairs(unit, base, first, last, direct);
+      if (unit.record >= 0)
+        keep(unit.record + int64_t(block - unit.first_block) * rows, rows, seen, end);
+      return;
+    }
+#endif
     switch (layer_.kv_type) {
       case KV_BF16: look_at<Bf16>(unit.tile, base, first, last, direct); break;
       case KV_F16: look_at<F16>(unit.tile, base, first, last, direct); break;
       case KV_I8: look_at<int8_t>(unit.tile, base, first, last, direct); break;
       default: look_at<float>(unit.tile, base, first, last, layer_.page_size >= BLOCK);
     }
-    const int seen = (first - unit.tile.first) * group_, end = (last - unit.tile.first) * group_;
     if (unit.record < 0) {
       for (int r = seen; r < end; r++)
         fold(state_, r, added_.values + int64_t(r) * width_, added_.mass + r * F32S, added_.top[r],
@@ -296,9 +306,6 @@ class Attender {
   template <typename E>
   void look_at(const Tile& tile, int base, int first, int last, bool direct) {
     if (first >= last) return;
-#if DI_BF16_PAIRS
-    if constexpr (std::is_same_v<E, Bf16>) return look_in_pairs(tile, base, first, last, direct);
-#endif
     if (direct) {
       look(tile, base, first, last, in_place<E>(tile, base));
     } else {
@@ -382,40 +389,71 @@ class Attender {
     }
   }
 
-  void look_in_pairs(const Tile& tile, int base, int first, int last, bool direct) {
+  // Tokens [first, last) look at a block; what it adds goes into the state, or, of a unit that is
+  // put together later, is left as `added_`.
+  void look_in_pairs(const Unit& unit, int base, int first, int last, bool direct) {
+    if (first >= last) return;
+    const Tile& tile = unit.tile;
+    const bool fold = unit.record < 0;
     if (direct) {
       const View<Bf16> view = in_place<Bf16>(tile, base);
-      look_at_pairs(tile, base, first, last,
+      look_at_pairs(tile, base, first, last, fold,
                     PagedPairs{view.keys, view.values, view.key_stride, width_});
     } else {
       put_in_pairs(tile, base, first, last);
-      look_at_pairs(tile, base, first, last,
+      look_at_pairs(tile, base, first, last, fold,
                     ReadyPairs{(uint32_t*)block_keys_, (uint32_t*)block_values_, width_});
     }
   }
 
   template <typename Pairs>
-  void look_at_pairs(const Tile& tile, int base, int first, int last, const Pairs& view) {
+  void look_at_pairs(const Tile& tile, int base, int first, int last, bool fold,
+                     const Pairs& view) {
     const int row = (first - tile.first) * group_, rows = (last - first) * group_;
     row_tiles(rows, [&](auto count, int r) {
-      score_pairs<count>(query_pairs_ + (row + r) * pair_dims(), pair_dims(), view, layer_.key_dim,
-                         scores_ + (row + r) * BLOCK);
+      const auto seen = [&](int i) {
+        const int t = first + (r + i) / group_;
+        return std::pair(seen_from(tile, t, base), seen_to(t, base));
+      };
+      const int at = row + r;
+      weigh_rows<count>(query_pairs_ + int64_t(at) * pair_dims(), pair_dims(), view,
+                        layer_.key_dim, layer_.softcap, seen, weight_pairs_ + at * (BLOCK / 2),
+                        added_.mass + at * F32S, added_.top + at);
     });
-    for (int r = row; r < row + rows; r++) {
-      const int t = tile.first + r / group_;
-      float* scores = scores_ + r * BLOCK;
-      if (layer_.softcap) cap(scores, layer_.softcap);
-      f32v mass;
-      added_.top[r] = weigh_pairs(scores, seen_from(tile, t, base), seen_to(t, base),
-                                  weight_pairs_ + r * (BLOCK / 2), mass);
-      store(added_.mass + r * F32S, mass);
-    }
+    if (fold) fold_sums(row, row + rows);
     row_tiles(rows, [&](auto count, int r) {
       const int low = seen_from(tile, first + r / group_, base);
       const int high = seen_to(first + (r + count - 1) / group_, base);
-      mix_pairs<count>(weight_pairs_ + (row + r) * (BLOCK / 2), view, low, high,
-                       added_.values + int64_t(row + r) * width_);
+      const uint32_t* weights = weight_pairs_ + (row + r) * (BLOCK / 2);
+      const State& to = fold ? state_ : added_;
+      float* values = to.values + int64_t(row + r) * width_;
+      const float *before = old_part_ + row + r, *now = new_part_ + row + r;
+      if (fold)
+        mix_pairs<count>(weights, view, low, high, [&](int i, int lane, f32v sum) {
+          float* at = values + i * width_ + lane;
+          store(at, fma(load(at), all(before[i]), sum * all(now[i])));
+        });
+      else
+        mix_pairs<count>(weights, view, low, high, [&](int i, int lane, f32v sum) {
+          store(values + i * width_ + lane, sum);
+        });
     });
+  }
+
+  // What `fold` does for the rows [row, end), but for values: those follow once they are mixed.
+  void fold_sums(int row, int end) {
+    for (int r = row; r < end; r += F32S) {
+      const __mmask16 some = __mmask16(end - r >= F32S ? 0xffff : (1 << (end - r)) - 1);
+      const f32v before = load(state_.top + r), top = load(added_.top + r);
+      const f32v now = before > top ? before : top;
+      store(old_part_ + r, power_of_two(before - now));
+      store(new_part_ + r, power_of_two(top - now));
+      _mm512_mask_storeu_ps(state_.top + r, some, (__m512)now);
+    }
+    for (int r = row; r < end; r++) {
+      float* sums = state_.mass + r * F32S;
+      store(sums, fma(load(sums), all(old_part_[r]), load(added_.mass + r * F32S) * all(new_part_[r])));
+    }
   }
 #endif
 
@@ -500,6 +538,7 @@ class Attender {
   const int64_t out_stride_;
   const int group_, width_, tile_tokens_, record_;
   uint32_t *query_pairs_ = nullptr, *weight_pairs_ = nullptr;
+  float *old_part_ = nullptr, *new_part_ = nullptr;
   float *queries_ = nullptr, *scores_ = nullptr, *block_keys_ = nullptr, *block_values_ = nullptr;
   State state_{}, added_{};
 };

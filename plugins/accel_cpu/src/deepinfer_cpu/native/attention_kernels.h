@@ -171,15 +171,18 @@ inline float weigh(float* scores, f32v& mass) {
 }
 
 // softcap * tanh(score / softcap), in units of log2(e).
-inline void cap(float* scores, float softcap) {
+inline f32v capped(f32v score, float softcap) {
   constexpr float LOG2E = 1.44269504f;
-  for (int i = 0; i < LANES; i++) {
-    const f32v y = load(scores + i * F32S) * all(1 / softcap);
-    const f32v size = y < f32v{} ? -y : y;
-    const f32v e = power_of_two(size * all(-2 * LOG2E));
-    const f32v t = (all(1.0f) - e) / (all(1.0f) + e);
-    store(scores + i * F32S, (y < f32v{} ? -t : t) * all(softcap * LOG2E));
-  }
+  const f32v y = score * all(1 / softcap);
+  const f32v size = y < f32v{} ? -y : y;
+  const f32v e = power_of_two(size * all(-2 * LOG2E));
+  const f32v t = (all(1.0f) - e) / (all(1.0f) + e);
+  return (y < f32v{} ? -t : t) * all(softcap * LOG2E);
+}
+
+inline void cap(float* scores, float softcap) {
+  for (int i = 0; i < LANES; i++)
+    store(scores + i * F32S, capped(load(scores + i * F32S), softcap));
 }
 
 }  // namespace di

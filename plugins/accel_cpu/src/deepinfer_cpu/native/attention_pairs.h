@@ -47,24 +47,25 @@ inline f32v power_for_pairs(f32v x) {
   return (f32v)_mm512_scalef_ps((__m512)p, (__m512)x);
 }
 
-// Like `weigh`: the positions [low, high) of a row's scores become weights, in pairs of neighbours.
-inline float weigh_pairs(const float* scores, int low, int high, uint32_t* pairs, f32v& mass) {
+// What a row makes of a block's scores, as `weigh` does, for the positions [low, high): weights, which
+// are stored in pairs of neighbours, their largest score and, lane by lane, their sum.
+inline float weigh_pairs(const f32v* scores, int low, int high, uint32_t* pairs, float* mass) {
   const uint64_t seen = ~uint64_t(0) >> (BLOCK - high) & ~uint64_t(0) << low;
   const __m512 never = _mm512_set1_ps(-__builtin_inff());
-  __m512 part[LANES];
+  f32v part[LANES];
   for (int i = 0; i < LANES; i++)
-    part[i] = _mm512_mask_loadu_ps(never, __mmask16(seen >> (i * F32S)), scores + i * F32S);
-  __m512 top = part[0];
-  for (int i = 1; i < LANES; i++) top = _mm512_max_ps(top, part[i]);
-  const float largest = _mm512_reduce_max_ps(top);
-  mass = f32v{};
+    part[i] = (f32v)_mm512_mask_mov_ps(never, __mmask16(seen >> (i * F32S)), (__m512)scores[i]);
+  const float peak = largest(vmax(vmax(part[0], part[1]), vmax(part[2], part[3])));
+  f32v total{};
   for (int i = 0; i < LANES; i++) {
-    part[i] = (__m512)power_for_pairs((f32v)part[i] - all(largest));
-    mass += (f32v)part[i];
+    part[i] = power_for_pairs(part[i] - all(peak));
+    total += part[i];
   }
   for (int i = 0; i < LANES; i += 2)
-    _mm512_storeu_si512(pairs + i * F32S / 2, (__m512i)_mm512_cvtne2ps_pbh(part[i + 1], part[i]));
-  return largest;
+    _mm512_storeu_si512(pairs + i * F32S / 2,
+                        (__m512i)_mm512_cvtne2ps_pbh((__m512)part[i + 1], (__m512)part[i]));
+  store(mass, total);
+  return peak;
 }
 
 // Keys and values of one block in pages: dimension by dimension, position by position.
@@ -94,9 +95,11 @@ struct ReadyPairs {
   i32v value(int pair, int, int, int lane) const { return load_whole(values + pair * width + lane); }
 };
 
-// Scores of R rows against a block. q: [rows, pairs] with `q_stride`.
-template <int R, typename View>
-void score_pairs(const uint32_t* q, int64_t q_stride, const View& view, int dim, float* scores) {
+// Weights of R rows for a block. q: [rows, pairs] with `q_stride`; `seen(row)` gives the positions
+// that a row sees, from and to; weights: [rows, BLOCK / 2], mass: [rows, F32S], top: [rows].
+template <int R, typename View, typename F>
+void weigh_rows(const uint32_t* q, int64_t q_stride, const View& view, int dim, float softcap,
+                F&& seen, uint32_t* weights, float* mass, float* top) {
   f32v sums[R][LANES] = {};
   for (int pair = 0; pair < (dim + 1) / 2; pair++) {
     i32v keys[LANES];
@@ -109,14 +112,20 @@ void score_pairs(const uint32_t* q, int64_t q_stride, const View& view, int dim,
       for (int c = 0; c < LANES; c++) sums[r][c] = add_pairs(sums[r][c], x, keys[c]);
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < LANES; c++) store(scores + r * BLOCK + c * F32S, sums[r][c]);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    if (softcap)
+      for (int c = 0; c < LANES; c++) sums[r][c] = capped(sums[r][c], softcap);
+    const auto [low, high] = seen(r);
+    top[r] = weigh_pairs(sums[r], low, high, weights + r * (BLOCK / 2), mass + r * F32S);
+  }
 }
 
-// C vectors of weighted values of R rows. weights: [rows, BLOCK / 2].
-template <int R, int C, typename View>
+// C vectors of weighted values of R rows, each given to `put(row, lane, values)`.
+// weights: [rows, BLOCK / 2].
+template <int R, int C, typename View, typename F>
 inline void mix_pairs_part(const uint32_t* weights, const View& view, int low, int high, int lane,
-                           float* out) {
+                           F&& put) {
   f32v sums[R][C] = {};
   for (int pair = low / 2; pair < (high + 1) / 2; pair++) {
     i32v values[C];
@@ -129,18 +138,20 @@ inline void mix_pairs_part(const uint32_t* weights, const View& view, int low, i
       for (int c = 0; c < C; c++) sums[r][c] = add_pairs(sums[r][c], x, values[c]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) store(out + r * view.width + lane + c * F32S, sums[r][c]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++) put(r, lane + c * F32S, sums[r][c]);
 }
 
-template <int R, typename View>
-void mix_pairs(const uint32_t* weights, const View& view, int low, int high, float* out) {
+template <int R, typename View, typename F>
+void mix_pairs(const uint32_t* weights, const View& view, int low, int high, F&& put) {
   constexpr int C = 4;
   int lane = 0;
   for (; lane + C * F32S <= view.width; lane += C * F32S)
-    mix_pairs_part<R, C>(weights, view, low, high, lane, out);
+    mix_pairs_part<R, C>(weights, view, low, high, lane, put);
   for (; lane < view.width; lane += F32S)
-    mix_pairs_part<R, 1>(weights, view, low, high, lane, out);
+    mix_pairs_part<R, 1>(weights, view, low, high, lane, put);
 }
 #endif
 

@@ -90,6 +90,10 @@ def _fits_everything(facts: Facts) -> str | None:
     return None
 
 
+def _accepts_everything(config: Any) -> str | None:
+    return None
+
+
 @frozen(kw_only=True)
 class Component(Generic[T]):
     """One way to fill a slot.
@@ -106,6 +110,8 @@ class Component(Generic[T]):
             scheduling or the network surface merely by being installed.
         available: why the component cannot run on this machine, or None if it can; called before
             any weight is read and must not initialise a device.
+        accepts: why the component cannot run here with these options (an object of
+            ``config_type``), or None if it can; called after ``available``, with the same duty.
         fits: why the component cannot serve this composition, or None if it can (page size, dtype,
             layout, head size).
         tags: what the component answers to besides its name; for models, the architectures.
@@ -124,6 +130,7 @@ class Component(Generic[T]):
     priority: int = Priority.PORTABLE
     auto: bool = True
     available: Callable[[], str | None] = _always_available
+    accepts: Callable[[Any], str | None] = _accepts_everything
     fits: Callable[[Facts], str | None] = _fits_everything
     tags: frozenset[str] = field(default=frozenset(), converter=_names)
     verified: Verified = Verified.TESTED

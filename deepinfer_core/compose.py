@@ -127,7 +127,7 @@ class _Composer:
                 f"{suggest(architecture, known)}",
                 [f"known architectures: {', '.join(known) or 'none'}", *self._absent()],
             )
-        fitting = self._sift(Slot.MODEL, pool, named=not choice.is_auto)
+        fitting = self._sift(Slot.MODEL, pool, {"": choice}, named=not choice.is_auto)
         self._take(Slot.MODEL, fitting, choice)
 
     def _fill_checkpoint(self) -> None:
@@ -141,7 +141,8 @@ class _Composer:
                 f"is read by {found!r}; name that, or leave checkpoint.use on 'auto'"
             )
         named = not choice.is_auto
-        fitting = self._sift(Slot.CHECKPOINT, [self.host.find(Slot.CHECKPOINT, found)], named=True)
+        pool = [self.host.find(Slot.CHECKPOINT, found)]
+        fitting = self._sift(Slot.CHECKPOINT, pool, {"": choice}, named=True)
         reason = _NAMED if named else "recognises the files"
         self._take(Slot.CHECKPOINT, fitting, choice, reason=reason)
 
@@ -154,7 +155,8 @@ class _Composer:
             pool: Sequence[AnyComponent] = [self.host.find(slot, name) for name in options]
         else:
             pool = () if slot is Slot.OBSERVER else self.host.components(slot)
-        fitting = self._sift(slot, pool, named=named or slot in (Slot.PARSER, Slot.COMMAND))
+        by_name = named or slot in (Slot.PARSER, Slot.COMMAND)
+        fitting = self._sift(slot, pool, options, named=by_name)
         if named and len(fitting) < len(pool):
             refusals = [str(item) for item in self.refused if item.slot is slot]
             raise CompositionError(f"{slot}: not everything that is named can be used", refusals)
@@ -168,28 +170,45 @@ class _Composer:
         if choice.use == NONE and slot in OPTIONAL and all(item.name != NONE for item in offered):
             return
         pool = offered if choice.is_auto else (self.host.find(slot, choice.use),)
-        fitting = self._sift(slot, pool, named=not choice.is_auto)
+        fitting = self._sift(slot, pool, {"": choice}, named=not choice.is_auto)
         if fitting or not choice.is_auto or slot not in OPTIONAL:
             self._take(slot, fitting, choice)
 
-    def _sift(self, slot: Slot, pool: Sequence[AnyComponent], *, named: bool) -> list[AnyComponent]:
-        """Return the components that fit; record the reason of every other one."""
+    def _sift(
+        self,
+        slot: Slot,
+        pool: Sequence[AnyComponent],
+        choices: Mapping[str, Choice],
+        *,
+        named: bool,
+    ) -> list[AnyComponent]:
+        """Return the components that fit; record the reason of every other one.
+
+        ``choices`` has their options, by name or, where all are offered the same, under "".
+        """
         fitting = []
         for component in pool:
-            reason = self._why_not(slot, component, named)
+            choice = choices.get(component.name) or choices.get("") or Choice()
+            reason = self._why_not(slot, component, choice, named)
             if reason is None:
                 fitting.append(component)
             else:
                 self._refuse(slot, component, reason)
         return fitting
 
-    def _why_not(self, slot: Slot, component: AnyComponent, named: bool) -> str | None:
+    def _why_not(
+        self, slot: Slot, component: AnyComponent, choice: Choice, named: bool
+    ) -> str | None:
         if not named and not component.auto:
             return _BY_NAME_ONLY
         missing = component.needs - self.facts.offered if slot is not Slot.MODEL else frozenset()
         if missing:
             return f"needs {', '.join(sorted(missing))}, which nothing chosen before it offers"
-        reason = _ask("available", component.available) or _ask("fits", component.fits, self.facts)
+        reason = (
+            _ask("available", component.available)
+            or _ask_as_configured(component, choice)
+            or _ask("fits", component.fits, self.facts)
+        )
         if reason is None and slot in _MODEL_NEEDS:
             lacking = self._needed_of(slot) - component.offers
             if lacking:
@@ -312,6 +331,15 @@ def _ask(what: str, question: Callable[..., str | None], *arguments: Any) -> str
     if answer is None or (isinstance(answer, str) and answer):
         return answer
     return f"its {what}() returned {answer!r}, neither None nor a reason"
+
+
+def _ask_as_configured(component: AnyComponent, choice: Choice) -> str | None:
+    """Ask a component whether it runs with its options; others' options are told later."""
+    try:
+        options = typed_options(component, choice.options)
+    except Misfit:
+        return None
+    return _ask("accepts", component.accepts, options)
 
 
 def device_type(component: AnyComponent) -> str:

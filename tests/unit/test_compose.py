@@ -427,3 +427,27 @@ def test_an_accelerator_the_environment_asks_for_must_be_offered() -> None:
     assert "'sm100'" in str(caught.value)
     assert "installed: cpu" in str(caught.value)
     require_environ(EngineConfig(), PluginHost(discover=False), {})
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_component_judges_its_options(named: bool) -> None:
+    judged = plugin(
+        "judged",
+        offer(
+            Slot.CACHE,
+            "short",
+            config_type=PrefixConfig,
+            priority=Priority.SPECIALIZED,
+            offers={Feature.ROLLBACK},
+            accepts=lambda config: None if config.ttl_s > 5 else "lives too short",
+        ),
+    )
+    for ttl, chosen in ((9.0, "short"), (1.0, "pages")):
+        options = {"ttl_s": ttl}
+        use = "short" if named else "auto"
+        config = EngineConfig(cache=Choice(use=use, options=options))
+        if named and chosen == "pages":
+            with pytest.raises(CompositionError, match="lives too short"):
+                plan_of(LEAST, judged, config=config)
+        elif chosen == "short":
+            assert names(plan_of(LEAST, judged, config=config))["cache"] == "short"

@@ -1,0 +1,1 @@
+"""Kernels in Triton. Narrow numbers are widened before any arithmetic but products of tiles."""

@@ -40,7 +40,7 @@ def exact(x: Tensor, weight: PackedTensor) -> Tensor:
 
 
 def close(found: Tensor, x: Tensor, weight: PackedTensor) -> None:
-    """Activations are rounded to 16 bits: small beside what is added up, not beside what is left."""
+    """Rounding to 16 bits is little beside what is added up, not beside what is left."""
     assert torch.isfinite(found).all()
     worst = (found - exact(x, weight)).abs().max()
     sizes = dequantize(weight.data, weight.format, weight.shape).float().abs()

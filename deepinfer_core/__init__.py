@@ -5,6 +5,9 @@ The names below are loaded on first use, so importing this package is cheap and 
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -52,6 +55,8 @@ __all__ = [
     "load_config",
 ]
 
+_BACKEND_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
 _MODULES = {
     "AsyncEngine": "engine.async_engine",
     "Choice": "config",
@@ -84,9 +89,26 @@ def __getattr__(name: str) -> object:
         return import_module("deepinfer_core.errors")
     if name not in _MODULES:
         raise AttributeError(f"module 'deepinfer_core' has no attribute {name!r}")
-    value = getattr(import_module(f"deepinfer_core.{_MODULES[name]}"), name)
+    with _backends_by_name():
+        value = getattr(import_module(f"deepinfer_core.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+@contextmanager
+def _backends_by_name() -> Iterator[None]:
+    """Let torch, if it is imported within, load no device backend by itself.
+
+    One that is installed without its driver would make the import fail, even of those who run on
+    something else. Accelerators import theirs by name.
+    """
+    before = os.environ.get(_BACKEND_AUTOLOAD)  # noqa: TID251 - torch reads it
+    os.environ[_BACKEND_AUTOLOAD] = before or "0"  # noqa: TID251 - likewise
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_BACKEND_AUTOLOAD, None)  # noqa: TID251 - likewise
 
 
 def __dir__() -> list[str]:

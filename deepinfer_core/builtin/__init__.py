@@ -16,7 +16,7 @@ from deepinfer_core.builtin.configs import (
     JsonlObserverConfig,
     LogObserverConfig,
 )
-from deepinfer_core.capabilities import Feature
+from deepinfer_core.capabilities import Facts, Feature
 from deepinfer_core.components import Component, Priority
 from deepinfer_core.hookspecs import AnyComponent, hookimpl
 
@@ -44,6 +44,12 @@ def _lazy(module: str, name: str = "build") -> Callable[[Any, Any], Any]:
         return getattr(importlib.import_module(f"deepinfer_core.{module}"), name)(config, context)
 
     return build
+
+
+def _on_cpu(facts: Facts) -> str | None:
+    if facts.device_type not in ("", "cpu"):
+        return f"addresses pages on a cpu, not {facts.device_type}"
+    return None
 
 
 def _reader(module: str, name: str) -> Callable[[Any, Any], Any]:
@@ -140,6 +146,7 @@ def deepinfer_attentions() -> tuple[AnyComponent, ...]:
         Component(
             name="paged",
             build=_lazy("builtin.paged_attention"),
+            fits=_on_cpu,
             offers={
                 Feature.PAGED_KV,
                 Feature.MIXED_BATCH,

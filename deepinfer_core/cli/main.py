@@ -178,6 +178,9 @@ def run(args: Sequence[str] | None = None) -> int:
     0: done; 1: it failed; 2: what was typed or configured is wrong; 130: interrupted.
     """
     state = State()
+    # A device backend of torch that is installed without its driver would make `import torch` fail;
+    # accelerators import theirs by name.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         result = cli.main(
             None if args is None else list(args),

@@ -91,11 +91,18 @@ def op_rows(made: Plan) -> list[dict[str, Any]]:
     from deepinfer_core.components import Slot
     from deepinfer_core.compose import device_type
     from deepinfer_core.engine.assembly import plan_ops
+    from deepinfer_core.errors import CompositionError
 
     accelerator = made.part(Slot.ACCELERATOR)
     device = device_type(accelerator.component) if accelerator else "cpu"
     dtype = "float32" if made.config.dtype == "auto" else made.config.dtype
-    invariant = made.config.engine.batch_invariant is not False
+    wanted = made.config.engine.batch_invariant
+    try:
+        choices = plan_ops(made, dtype, device, invariant=wanted is not False)
+    except CompositionError:
+        if wanted is True:
+            raise
+        choices = plan_ops(made, dtype, device, invariant=False)  # as the engine does
     return [
         {
             "op": choice.op,
@@ -103,5 +110,5 @@ def op_rows(made: Plan) -> list[dict[str, Any]]:
             "verified": str(choice.provider.verified),
             "refused": [list(item) for item in choice.refused],
         }
-        for choice in plan_ops(made, dtype, device, invariant=invariant)
+        for choice in choices
     ]

@@ -173,4 +173,4 @@ def argmax_rows(logits: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
         values = array[np.arange(len(ids)), ids]
         return torch.from_numpy(ids.astype(np.int64, copy=False)), values.tolist()
     found = logits.max(dim=-1)
-    return found.indices, found.values.to(torch.float64).tolist()
+    return found.indices, found.values.cpu().to(torch.float64).tolist()  # some have no float64

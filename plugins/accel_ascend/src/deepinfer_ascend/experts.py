@@ -1,0 +1,116 @@
+"""Experts: rows sorted by expert, two grouped products, and a weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from deepinfer_ascend.calls import MX_BLOCK, Calls
+from deepinfer_ascend.errors import require
+from deepinfer_core.interfaces.kernels import GatedActivation
+
+PLAIN = GatedActivation()
+
+
+@frozen(kw_only=True, eq=False)
+class Stacked:
+    """Weights of all experts, inputs before outputs.
+
+    Attributes:
+        gate_up: [experts, hidden, 2 * intermediate], and its scales where it has some.
+        down: [experts, intermediate, hidden], likewise.
+        biases: of both, float32, or None.
+        activation: between them.
+        num_experts: how many there are.
+    """
+
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    biases: tuple[Tensor, Tensor] | None
+    activation: GatedActivation
+    num_experts: int
+
+
+class GroupedExperts:
+    """``MoeExperts`` with dense weights."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def prepare(
+        self,
+        gate_up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+        activation: GatedActivation = PLAIN,
+    ) -> Stacked:
+        """Stack and transpose; see the reference."""
+        wide = None
+        if biases is not None:
+            first, second = (torch.stack(list(side)).float() for side in biases)
+            wide = first, second
+        return Stacked(
+            gate_up=self._stack(gate_up),
+            down=self._stack(down),
+            biases=wide,
+            activation=activation,
+            num_experts=len(gate_up),
+        )
+
+    def _stack(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        return torch.stack([weight.t() for weight in weights]).contiguous(), None
+
+    def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Stacked) -> Tensor:
+        """See the reference."""
+        rows, places, counts = self._calls.route(x, ids.int(), handle.num_experts)
+        first, second = handle.biases or (None, None)
+        hidden = self._activated(self._product(rows, handle.gate_up, counts, first), handle)
+        y = self._product(hidden, handle.down, counts, second)
+        return self._calls.combine(y, places, weights.to(y.dtype))
+
+    def _product(
+        self, x: Tensor, weight: tuple[Tensor, Tensor | None], counts: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        return self._calls.grouped_matmul(x, weight[0], counts, bias)
+
+    def _activated(self, gate_up: Tensor, handle: Stacked) -> Tensor:
+        act = handle.activation
+        if act == PLAIN:
+            return self._calls.swiglu(gate_up)
+        return self._calls.clipped_swiglu(gate_up, act.alpha, act.limit, act.offset)
+
+
+class MxExperts(GroupedExperts):
+    """``MoeExperts`` with weights in MXFP8 or MXFP4, and rows rounded to MXFP8.
+
+    Args:
+        calls: ops of the device.
+        four_bits: weights in MXFP4.
+    """
+
+    def __init__(self, calls: Calls, *, four_bits: bool) -> None:
+        super().__init__(calls)
+        self._four_bits = four_bits
+
+    def _stack(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        inputs = weights[0].shape[1]
+        what = f"{inputs} inputs do not fill blocks; set kernels.ascend.mx to 'off'"
+        require(inputs % (2 * MX_BLOCK) == 0, "npu_dynamic_mx_quant", what)
+        stacked = torch.stack(list(weights))
+        data, scale = self._calls.quantize_mx(stacked, four_bits=self._four_bits)
+        # Seen with inputs first, as the product wants them; the memory stays as it is.
+        return data.transpose(1, 2), scale.transpose(1, 2)
+
+    def _product(
+        self, x: Tensor, weight: tuple[Tensor, Tensor | None], counts: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        data, scale = weight
+        assert scale is not None
+        rounded, x_scale = self._calls.quantize_mx(x)
+        out = self._calls.grouped_matmul_mx(rounded, x_scale, data, scale, counts, dtype=x.dtype)
+        if bias is None:
+            return out
+        return out + bias.repeat_interleave(counts, 0, output_size=x.shape[0]).to(out.dtype)

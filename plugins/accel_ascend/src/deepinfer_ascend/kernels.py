@@ -1,0 +1,268 @@
+"""Kernel set "ascend": core's ops through torch_npu, and plain torch on the device for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepinfer_ascend import AscendKernelsConfig
+from deepinfer_ascend.calls import GELU_COLUMNS, Calls
+from deepinfer_ascend.experts import GroupedExperts, MxExperts
+from deepinfer_ascend.graphs import GraphedLayers
+from deepinfer_ascend.layers import LayerOps
+from deepinfer_ascend.mx import MxLinear
+from deepinfer_ascend.runtime import Capture, NpuCapture
+from deepinfer_ascend.soc import ASCEND_950
+from deepinfer_core.components import Priority, Verified
+from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
+from deepinfer_core.ops.reference import OPS
+
+BEST = Priority.SPECIALIZED + 1
+FALLBACK = Priority.SPECIALIZED
+
+
+class MatrixLinear:
+    """``Linear`` by torch's own product, which CANN computes."""
+
+    def prepare(self, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Keep the weight."""
+        return weight.contiguous(), bias
+
+    def run(self, x: Tensor, handle: Any) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        weight, bias = handle
+        return functional.linear(x, weight, bias)
+
+
+class NpuRmsNorm:
+    """``RmsNorm`` by npu_rms_norm."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See the reference; the weight is multiplied before rounding."""
+        return self._calls.rms_norm(x, weight, eps)
+
+
+class NpuAddRmsNorm:
+    """``AddRmsNorm`` by npu_add_rms_norm."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See the reference."""
+        return self._calls.add_rms_norm(x, delta, weight, eps)
+
+
+class NpuRope:
+    """``Rope`` by npu_rotary_mul, cosines rounded to the dtype of the heads."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+        """See the reference."""
+        width = 2 * cos.shape[-1]
+        tables = [
+            table.to(x.dtype).repeat_interleave(2, -1)
+            if interleaved
+            else torch.cat([table, table], -1).to(x.dtype)
+            for table in (cos, sin)
+        ]
+        turned = self._calls.rotate(x[..., :width], *tables, interleaved=interleaved)
+        return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
+
+
+class NpuSiluMul:
+    """``SiluMul`` by npu_swiglu."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """See the reference."""
+        return self._calls.swiglu(gate_up)
+
+
+class NpuGeluMul:
+    """``GeluMul`` by npu_gelu_mul where rows are narrow enough, else in plain torch."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, gate_up: Tensor) -> Tensor:
+        """See the reference."""
+        if gate_up.shape[-1] <= GELU_COLUMNS:
+            return self._calls.gelu_mul(gate_up)
+        out: Tensor = OPS["gelu_mul"]().run(gate_up)
+        return out
+
+
+class NpuMoeGate:
+    """``MoeGate`` by npu_moe_gating_top_k_softmax, in float32."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def run(self, logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """See the reference; which of equal experts wins is not documented."""
+        weights, ids = self._calls.gate(logits.float(), top_k)
+        if renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights, ids.long()
+
+
+class HostDraw:
+    """``Draw`` on the host: its tokens must be the same everywhere, and it needs float64."""
+
+    def __init__(self) -> None:
+        self._reference = OPS["draw"]()
+
+    def run(self, logits: Tensor, *knobs: Tensor) -> Tensor:
+        """See the reference."""
+        found: Tensor = self._reference.run(logits.cpu(), *(each.cpu() for each in knobs))
+        return found.to(logits.device)
+
+
+def objection(
+    facts: OpFacts, *, device_type: str, dtypes: Sequence[str], formats: Sequence[str] = ("dense",)
+) -> str | None:
+    """Why a provider cannot serve, or None."""
+    if facts.device_type != device_type:
+        return f"runs on {device_type}, not {facts.device_type}"
+    if facts.dtype not in dtypes:
+        return f"{', '.join(dtypes)} only, not {facts.dtype}"
+    if facts.weight_format not in formats:
+        return f"weights as {' or '.join(formats)}, not {facts.weight_format}"
+    return None
+
+
+class AscendKernels:
+    """The set.
+
+    Args:
+        config: its options.
+        calls: ops of the device.
+        device_type: where tensors live.
+        capture: captures graphs; None = torch_npu does.
+        wide: also serve float32 where the documentation has 16 bits only; for comparing wiring.
+    """
+
+    def __init__(
+        self,
+        config: AscendKernelsConfig,
+        calls: Calls,
+        *,
+        device_type: str = "npu",
+        capture: Capture | None = None,
+        wide: bool = False,
+    ) -> None:
+        self._config, self._calls, self._device_type = config, calls, device_type
+        self._capture = capture or NpuCapture()
+        self._narrow = ("bfloat16", "float32") if wide else ("bfloat16",)
+
+    def providers(self) -> Sequence[OpProvider]:
+        """Calls into torch_npu, named as they are there, and what is left to torch."""
+        calls, floats, narrow = self._calls, ("bfloat16", "float16", "float32"), self._narrow
+        made = [
+            self._provider("rms_norm", "npu_rms_norm", lambda _: NpuRmsNorm(calls), floats),
+            self._provider(
+                "add_rms_norm", "npu_add_rms_norm", lambda _: NpuAddRmsNorm(calls), floats
+            ),
+            self._provider("rope", "npu_rotary_mul", lambda _: NpuRope(calls), floats),
+            self._provider("silu_mul", "npu_swiglu", lambda _: NpuSiluMul(calls), floats),
+            self._provider("gelu_mul", "npu_gelu_mul+torch", lambda _: NpuGeluMul(calls), floats),
+            self._provider(
+                "moe_gate", "npu_moe_gating_top_k_softmax", lambda _: NpuMoeGate(calls), floats
+            ),
+            self._provider(
+                "moe_experts", "npu_grouped_matmul", lambda _: GroupedExperts(calls), narrow
+            ),
+            self._provider("linear", "torch_matmul", lambda _: MatrixLinear(), floats, FALLBACK),
+            self._provider(
+                "embedding", "torch_embedding", lambda _: OPS["embedding"](), floats, FALLBACK
+            ),
+            self._provider("draw", "host", lambda _: HostDraw(), floats, FALLBACK),
+        ]
+        if self._config.mx != "off":
+            made += self._rounded()
+        if self._config.graphs:
+            made.append(self._graphed())
+        return made
+
+    def layer_ops(self) -> LayerOps:
+        """What a decoder's layers consist of."""
+        calls = self._calls
+        return LayerOps(
+            linear=MatrixLinear() if self._config.mx == "off" else MxLinear(calls),
+            embedding=OPS["embedding"](),
+            rms_norm=NpuRmsNorm(calls),
+            add_rms_norm=NpuAddRmsNorm(calls),
+            rope=NpuRope(calls),
+            silu_mul=NpuSiluMul(calls),
+        )
+
+    def _rounded(self) -> list[OpProvider]:
+        """What multiplies in blocks that share a scale, as asked for."""
+        four_bits = self._config.mx == "mxfp4"
+        return [
+            self._provider(
+                "linear",
+                "npu_quant_matmul_mxfp8",
+                lambda _: MxLinear(self._calls),
+                self._narrow,
+                BEST + 1,
+            ),
+            self._provider(
+                "moe_experts",
+                f"npu_grouped_matmul_{self._config.mx}",
+                lambda _: MxExperts(self._calls, four_bits=four_bits),
+                self._narrow,
+                BEST + 1,
+            ),
+        ]
+
+    def _graphed(self) -> OpProvider:
+        def why_not(facts: OpFacts) -> str | None:
+            if facts.attention != "ascend":
+                return f"needs attention 'ascend', not {facts.attention!r}"
+            return objection(facts, device_type=self._device_type, dtypes=self._narrow)
+
+        return OpProvider(
+            op="decoder_layers",
+            name="acl_graph",
+            build=lambda facts: GraphedLayers(self._calls, self.layer_ops(), self._capture),
+            why_not=why_not,
+            priority=BEST,
+            verified=Verified.EMULATED,
+            handles_of=("linear", "embedding"),
+        )
+
+    def _provider(
+        self,
+        op: str,
+        name: str,
+        make: Callable[[OpFacts], Any],
+        dtypes: Sequence[str],
+        priority: int = BEST,
+    ) -> OpProvider:
+        return OpProvider(
+            op=op,
+            name=name,
+            build=make,
+            why_not=partial(objection, device_type=self._device_type, dtypes=tuple(dtypes)),
+            priority=priority,
+            verified=Verified.EMULATED,
+        )
+
+
+def build(config: AscendKernelsConfig, context: KernelsContext) -> AscendKernels:
+    """Make the set."""
+    return AscendKernels(config, Calls(ASCEND_950))

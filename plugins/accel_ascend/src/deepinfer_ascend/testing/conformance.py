@@ -1,0 +1,45 @@
+"""Contracts of this package's components: what ``deepinfer conformance`` runs on a device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from deepinfer_core.testing.contracts import (
+    AcceleratorContract,
+    AttentionContract,
+    KernelsContract,
+)
+
+
+class DeviceContract(AcceleratorContract):
+    """Laws of the accelerator."""
+
+
+class NpuKernelsContract(KernelsContract):
+    """Laws of the kernel set, on the device."""
+
+    device_type = "npu"
+    dtypes = ("bfloat16", "float32")
+
+
+class NpuAttentionContract(AttentionContract):
+    """Laws of fused attention, with sizes that it takes."""
+
+    device_type = "npu"
+    dtypes: ClassVar[tuple[str, ...]] = ("bfloat16",)
+    page_size = 128
+    shapes: ClassVar[tuple[tuple[int, int, int, int], ...]] = (
+        (8, 2, 128, 128),
+        (6, 2, 64, 64),
+        (4, 1, 192, 192),
+    )
+
+    def test_softcap_bounds_the_scores(self) -> None:
+        """Not served; ``tests/test_attention.py`` asks for the refusal."""
+
+
+class NpuTorchAttentionContract(AttentionContract):
+    """Laws of plain attention on the device."""
+
+    device_type = "npu"
+    dtypes = ("bfloat16", "float32")

@@ -1,0 +1,103 @@
+"""The kernel set keeps core's contract over emulated ops, and says what it cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepinfer_ascend import AscendKernelsConfig
+from deepinfer_ascend.calls import Calls
+from deepinfer_ascend.kernels import AscendKernels, build
+from deepinfer_ascend.testing.emulated import WIDE, build_kernels
+from deepinfer_core.components import Verified
+from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
+from deepinfer_core.ops.table import OP_NAMES
+from deepinfer_core.testing.contracts import KernelsContract
+
+
+class TestKernels(KernelsContract):
+    def make(self, context: KernelsContext) -> AscendKernels:
+        return build_kernels(AscendKernelsConfig(), context)
+
+
+def served(facts: OpFacts, **config: Any) -> dict[str, str]:
+    kernels = build(AscendKernelsConfig(**config), KernelsContext(device_type="npu"))
+    return {p.op: p.name for p in kernels.providers() if p.why_not(facts) is None}
+
+
+def test_every_op_has_a_provider_for_the_device() -> None:
+    assert set(served(OpFacts(device_type="npu", dtype="bfloat16"))) == set(OP_NAMES)
+
+
+def test_none_serves_another_device_or_a_packed_weight() -> None:
+    assert not served(OpFacts(device_type="cpu", dtype="bfloat16"))
+    packed = OpFacts(device_type="npu", dtype="bfloat16", weight_format="q4_1")
+    assert not served(packed, mx="mxfp8")
+
+
+def test_nothing_is_said_to_be_verified_or_invariant() -> None:
+    config = AscendKernelsConfig(mx="mxfp4", graphs=True)
+    for provider in build(config, KernelsContext(device_type="npu")).providers():
+        assert provider.verified is Verified.EMULATED
+        assert not provider.batch_invariant
+
+
+def test_rounding_is_used_only_when_it_is_asked_for_and_shows_in_names() -> None:
+    facts = OpFacts(device_type="npu", dtype="bfloat16")
+    assert "mx" not in "".join(served(facts).values())
+    assert served(facts, mx="mxfp8")["linear"] == "npu_quant_matmul_mxfp8"
+    assert served(facts, mx="mxfp4")["moe_experts"] == "npu_grouped_matmul_mxfp4"
+
+
+def test_graphs_need_the_attention_that_they_capture() -> None:
+    facts = OpFacts(device_type="npu", dtype="bfloat16", attention="ascend-torch")
+    assert "decoder_layers" not in served(facts, graphs=True)
+    facts = OpFacts(device_type="npu", dtype="bfloat16", attention="ascend")
+    assert served(facts, graphs=True)["decoder_layers"] == "acl_graph"
+
+
+@pytest.mark.parametrize(("mx", "tolerance"), [("mxfp8", 0.12), ("mxfp4", 0.35)])
+def test_rounded_experts_are_near_dense_ones(mx: str, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts, hidden, inner = 4, 128, 64
+
+    def weights(*shape: int) -> list[torch.Tensor]:
+        return [
+            (torch.randn(*shape, generator=generator) * shape[1] ** -0.5).bfloat16()
+            for _ in range(experts)
+        ]
+
+    gate_up, down = weights(2 * inner, hidden), weights(hidden, inner)
+    x = torch.randn(9, hidden, generator=generator).bfloat16()
+    chances, ids = torch.softmax(torch.randn(9, experts, generator=generator), -1).topk(2)
+    results = []
+    for config in (AscendKernelsConfig(), AscendKernelsConfig(mx=mx)):
+        facts = OpFacts(device_type="cpu", dtype="bfloat16")
+        offers = build_kernels(config, KernelsContext(device_type="cpu")).providers()
+        best = max((p for p in offers if p.op == "moe_experts"), key=lambda p: p.priority)
+        op = best.build(facts)
+        results.append(op.run(x, chances, ids, op.prepare(gate_up, down)).double())
+    error = (results[1] - results[0]).norm() / results[0].norm()
+    assert 0 < error < tolerance
+
+
+def test_rounded_products_are_near_dense_ones_where_rounding_is_allowed() -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = (torch.randn(40, 128, generator=generator) / 11).bfloat16()
+    x = torch.randn(5, 128, generator=generator).bfloat16()
+    from deepinfer_ascend.mx import MxLinear
+
+    build_kernels(AscendKernelsConfig(), KernelsContext(device_type="cpu"))
+    op, exact = MxLinear(Calls(WIDE)), x.double() @ weight.double().t()
+    for may_round, least, most in ((False, 0.0, 0.01), (True, 0.005, 0.06)):
+        found = op.run(x, op.prepare(weight, may_round=may_round)).double()
+        assert least <= (found - exact).norm() / exact.norm() < most
+
+
+def test_wide_gelu_goes_to_torch() -> None:
+    kernels = build_kernels(AscendKernelsConfig(), KernelsContext(device_type="cpu"))
+    (provider,) = (p for p in kernels.providers() if p.op == "gelu_mul")
+    op = provider.build(OpFacts(device_type="cpu", dtype="bfloat16"))
+    assert op.run(torch.randn(3, 2048).bfloat16()).shape == (3, 1024)

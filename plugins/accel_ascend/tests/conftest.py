@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepinfer_ascend import AscendKernelsConfig
-from deepinfer_ascend.testing.emulated import EmulatedPlugin
-from deepinfer_core.config import EngineConfig, EngineOptions
+from deepinfer_ascend.testing import engines
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.testing.tiny import write_tiny_model
 
@@ -35,35 +33,29 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.fixture
-def make_engine(tiny_model: Path) -> Iterator[Any]:
-    """Makes engines on a tiny model whose device is emulated."""
-    engines = []
+@pytest.fixture(scope="session")
+def tiny_flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 128, which go as a flat list of tokens."""
+    return write_tiny_model(
+        tmp_path_factory.mktemp("flat"),
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        num_hidden_layers=2,
+    )
 
-    def make(
-        model: Path | None = None,
-        *,
-        dtype: Any = "float32",
-        kernels: dict[str, Any] | None = None,
-        attention: str = "ascend",
-        **options: Any,
-    ) -> Engine:
-        options = {
-            "page_size": 128, "kv_pages": 24, "max_batch_tokens": 96, "batch_invariant": False,
-            **options,
-        }  # fmt: skip
-        config = EngineConfig(
-            model=str(model or tiny_model),
-            dtype=dtype,
-            accelerator="ascend",
-            attention=attention,
-            kernels=("torch", AscendKernelsConfig(**(kernels or {}))),
-            engine=EngineOptions(**options),
-        )
-        engine = Engine.from_config(config, [EmulatedPlugin()], discover=False, environ={})
-        engines.append(engine)
-        return engine
+
+@pytest.fixture
+def make_engine() -> Iterator[Any]:
+    """Makes engines whose device is emulated; see ``deepinfer_ascend.testing.engines``."""
+    made = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        made.append(engines.make_engine(*args, **options))
+        return made[-1]
 
     yield make
-    for engine in engines:
+    for engine in made:
         engine.close()

@@ -1,0 +1,91 @@
+"""What the real torch_npu says of this backend, without a device; run where ``standins`` made it.
+
+``python -m deepinfer_ascend.testing.with_torch_npu CALLS MODEL`` prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_ascend.testing.recording import USED_RESULTS, Call, replay
+from deepinfer_ascend.testing.schemas import SCHEMAS
+
+SOC_VERSION = 260
+
+
+def pretend_950() -> str:
+    """Let shape functions that ask for the chip hear of a 950; the version of torch_npu."""
+    import torch_npu
+    from torch_npu.npu import _backends
+    from torch_npu.op_plugin.meta import _meta_registrations
+
+    for module in (_backends, _meta_registrations, torch_npu.npu):
+        module.get_soc_version = lambda: SOC_VERSION
+    return str(torch_npu.__version__)
+
+
+def changed_schemas() -> list[str]:
+    """Ops whose signature is not the one that this package was written for."""
+    real = {
+        str(schema).partition("::")[2]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("npu::")
+    }
+    return [schema for schema in SCHEMAS if schema not in real]
+
+
+def meta_results(calls: Iterable[Call]) -> list[dict[str, Any]]:
+    """Each call on tensors without numbers, beside the emulation: op, and what differs."""
+    found = []
+    for call in calls:
+        try:
+            ours, theirs = (_used(call, replay(call, device)) for device in ("cpu", "meta"))
+        except Exception as error:
+            found.append({"op": call["op"], "problem": f"{type(error).__name__}: {error}"})
+            continue
+        problem = "" if ours == theirs else f"the emulation gives {ours}, torch_npu {theirs}"
+        found.append({"op": call["op"], "problem": problem})
+    return found
+
+
+def _used(call: Call, results: list[Tensor]) -> list[str]:
+    used = USED_RESULTS.get(call["op"], range(len(results)))
+    return [f"{results[at].dtype} {list(results[at].shape)}" for at in used]
+
+
+def tokens_of(model: str) -> dict[str, list[int]]:
+    """What an engine answers whose calls go through torch_npu's own signatures."""
+    from deepinfer_ascend.testing.engines import answers
+
+    return answers(model)
+
+
+def main(calls: str, model: str) -> int:
+    """Print everything."""
+    version = pretend_950()
+    from deepinfer_ascend.testing.emulation import install
+    from deepinfer_ascend.testing.mistakes import caught, noticed_by_torch_npu
+
+    changed = changed_schemas()
+    install()
+    report = {
+        "torch_npu": version,
+        "changed": changed,
+        "calls": meta_results(json.loads(Path(calls).read_text())),
+        "caught": caught(),
+        "noticed": noticed_by_torch_npu(),
+        "tokens": tokens_of(model),
+    }
+    sys.stdout.write("\n" + json.dumps(report) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

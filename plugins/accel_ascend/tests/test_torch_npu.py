@@ -1,0 +1,118 @@
+"""The real torch_npu, in an environment of its own, agrees with every call that the backend makes.
+
+Skipped, with the reason, where torch_npu cannot be installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+import pytest
+
+from deepinfer_ascend.testing.engines import answers
+from deepinfer_ascend.testing.mistakes import MISTAKES, NOTICED, caught
+from deepinfer_ascend.testing.recording import differences, recording
+from deepinfer_ascend.testing.schemas import SCHEMAS, TORCH_NPU
+from deepinfer_ascend.testing.standins import UnavailableError, make_environment
+from deepinfer_core.testing.tiny import write_tiny_model
+
+SETUPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kernels": {"graphs": True}},
+    {"kernels": {"mx": "mxfp8"}},
+    {"kernels": {"mx": "mxfp4"}},
+)
+COMMUNICATION = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The calls of engines in bfloat16: dense and MoE, eager and graphs, dense and rounded."""
+    folder = tmp_path_factory.mktemp("recorded")
+    shape = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = write_tiny_model(folder / "dense", **shape, **heads)
+    small = write_tiny_model(folder / "small", **{**shape, "head_dim": 32}, **heads)
+    experts = write_tiny_model(
+        folder / "experts", **shape, **heads, architectures=["Qwen3MoeForCausalLM"], num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    window = write_tiny_model(
+        folder / "window", **shape, **heads, architectures=["MistralForCausalLM"],
+        sliding_window=24, layer_types=["sliding_attention"],
+    )  # fmt: skip
+    with recording() as calls:
+        for setup in SETUPS:
+            for model in (dense, experts):
+                answers(model, 3, dtype="bfloat16", **setup)
+        answers(small, 3, dtype="bfloat16")
+        answers(window, 3, dtype="bfloat16")
+    return list(calls.values())
+
+
+def test_every_op_is_recorded(recorded: Any) -> None:
+    ops = {call["op"] for call in recorded}
+    named = {schema.partition("(")[0] for schema in SCHEMAS}
+    assert named - ops == COMMUNICATION | {"npu_clipped_swiglu", "npu_gelu_mul"}
+
+
+def test_recorded_calls_can_be_replayed(recorded: Any) -> None:
+    """On a device they would be compared with the emulation; here it is compared with itself."""
+    text = json.dumps(recorded)
+    assert all(found.error == 0 for found in differences(json.loads(text), "cpu"))
+
+
+def test_seven_kinds_of_mistakes_are_caught() -> None:
+    complaints = caught()
+    assert [name for name, complaint in complaints.items() if not complaint] == []
+    kinds = {name.partition(":")[0] for name in MISTAKES}
+    assert kinds >= {"layout", "dtype", "page size", "mask kind", "scale shape", "heads", "lengths"}
+
+
+@pytest.fixture(scope="module")
+def report(
+    recorded: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Any:
+    cache: Any = getattr(request.config, "cache", None)  # kept from run to run, where there is one
+    folder = tmp_path_factory.mktemp("npu") if cache is None else cache.mkdir("torch_npu")
+    try:
+        environment = make_environment(folder / TORCH_NPU)
+    except UnavailableError as error:
+        pytest.skip(f"torch_npu {TORCH_NPU} cannot be installed here: {error}")
+    work = tmp_path_factory.mktemp("report")
+    calls, model = work / "calls.json", write_tiny_model(work / "model")
+    calls.write_text(json.dumps(recorded))
+    done = subprocess.run(
+        [environment.python, "-m", "deepinfer_ascend.testing.with_torch_npu", calls, model],
+        env={**os.environ, **environment.variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {**json.loads(done.stdout.splitlines()[-1]), "model": model}
+
+
+def test_signatures_are_those_of_the_version_named(report: Any) -> None:
+    assert report["torch_npu"] == TORCH_NPU
+    assert report["changed"] == []
+
+
+def test_every_call_passes_the_real_shape_functions(report: Any, recorded: Any) -> None:
+    problems = [
+        f"{found['op']}: {found['problem']}" for found in report["calls"] if found["problem"]
+    ]
+    assert problems == []
+    assert len(report["calls"]) == len(recorded) > 30
+
+
+def test_mistakes_that_torch_npu_misses_are_caught(report: Any) -> None:
+    missed = {name for name, complaint in report["noticed"].items() if not complaint}
+    assert missed == set(MISTAKES) - {NOTICED}
+    assert len(missed) >= 7
+    assert [name for name in missed if not report["caught"][name]] == []
+
+
+def test_an_engine_answers_the_same_under_the_real_signatures(report: Any) -> None:
+    assert report["tokens"] == answers(report["model"])

@@ -43,3 +43,11 @@ inline __m512 di_cvtph_ps(__m256i halves) {
 }
 #undef _mm512_cvtph_ps
 #define _mm512_cvtph_ps(v) di_cvtph_ps(v)
+
+inline __m512i di_cvtps_epi32(__m512 v) {
+  di_i32x16 out;
+  for (int i = 0; i < 16; i++) out[i] = int32_t(__builtin_nearbyintf(((di_f32x16)v)[i]));
+  return (__m512i)out;
+}
+#undef _mm512_cvtps_epi32
+#define _mm512_cvtps_epi32(v) di_cvtps_epi32(v)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ class {class_name}(contract_of({slot!r}, {conformance!r})):
     type=click.Path(path_type=Path, dir_okay=False),
     help="Configuration file whose [plugins] says what is loaded besides the installed ones.",
 )
+@click.option(
+    "--device", is_flag=True, help="Also print a line for docs/hardware.md: date, device, verdict."
+)
 @click.option("--verbose", "-v", is_flag=True, help="Name every test.")
 @click.pass_context
 def conformance(
@@ -50,6 +55,7 @@ def conformance(
     target: str | None,
     plugin: str | None,
     config: Path | None,
+    device: bool,
     verbose: bool,
 ) -> None:
     """Check a component against the contract of its slot; a bare NAME where it is unique.
@@ -70,6 +76,12 @@ def conformance(
             click.echo(f"not run: {slot}/{name} cannot run here: {reason}")
     runnable = [(slot, item) for slot, item in targets if not reasons[slot, item.name]]
     failed = bool(runnable and run_contracts(runnable, plugins.load, verbose=verbose))
+    if device:
+        verdict = (
+            "failed" if failed else "passed" if len(runnable) == len(targets) else "incomplete"
+        )
+        for line in device_records(runnable, verdict):
+            click.echo(line)
     context.exit(int(failed or len(runnable) < len(targets)))
 
 
@@ -119,6 +131,29 @@ def by_plugin(host: PluginHost, name: str) -> Targets:
     if not offers:
         raise CompositionError(f"plugin {name!r} offers no component; there is nothing to check")
     return [(slot, host.find(slot, item)) for slot, item in offers]
+
+
+def device_records(targets: Targets, verdict: str) -> list[str]:
+    """Return a row of docs/hardware.md for each accelerator that was checked.
+
+    Args:
+        targets: what was checked.
+        verdict: of all contracts together.
+    """
+    from deepinfer_core.interfaces.accelerator import AcceleratorContext
+
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    records = []
+    for slot, item in targets:
+        if slot is not Slot.ACCELERATOR:
+            continue
+        accelerator = item.build(item.config_type(), AcceleratorContext())
+        try:
+            facts = ", ".join(f"{key} {value}" for key, value in accelerator.describe().items())
+        finally:
+            accelerator.close()
+        records.append(f"| {day} | {item.name} | {facts} | torch {version('torch')} | {verdict} |")
+    return records or [f"no device: no accelerator was checked on {day}"]
 
 
 def run_contracts(targets: Targets, modules: Sequence[str] = (), *, verbose: bool = False) -> int:

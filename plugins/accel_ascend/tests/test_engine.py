@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from deepinfer_ascend import graphs, layers
-from deepinfer_ascend.testing.engines import PROMPTS, answers
+from deepinfer_ascend.testing.engines import PROMPTS, answers, requests
 from deepinfer_core import Slot
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
+from deepinfer_core.config import EngineConfig, EngineOptions
+from deepinfer_core.engine.engine import Engine
 from deepinfer_core.testing.families import core_family
-from deepinfer_core.testing.oracle import Oracle, assert_lossless
+from deepinfer_core.testing.oracle import Oracle, assert_lossless, run_to_end
 from deepinfer_core.testing.tiny import write_tiny_model
 
 MARGIN = 0.06
@@ -100,3 +102,26 @@ def test_default_composition_refuses_small_pages(make_engine: Any, tiny_model: P
 
     with pytest.raises(CompositionError, match=r"set engine\.page_size to 128"):
         make_engine(tiny_model, page_size=64)
+
+
+def test_a_deepseek_model_answers_as_with_core(tmp_path: Path) -> None:
+    """V4.1: its own attention in plain torch, everything else through the backend."""
+    deepseek = pytest.importorskip("deepinfer_deepseek")
+    tiny = pytest.importorskip("deepinfer_deepseek.testing.tiny")
+    options = pytest.importorskip("deepinfer_deepseek.options").V41Options(decoder_keep=20)
+    path = tiny.write_tiny(tmp_path / "v41")
+    expected = core_answers(path, [deepseek], options)
+    found = answers(
+        path, 8, attention="latent", plugins=[deepseek], model_component=options, page_size=8,
+        kv_pages=160, max_drafts=5,
+    )  # fmt: skip
+    assert found == expected
+
+
+def core_answers(path: Path, plugins: list[Any], options: Any) -> dict[str, list[int]]:
+    config = EngineConfig(
+        model=str(path), dtype="float32", accelerator="cpu", model_component=options,
+        engine=EngineOptions(page_size=8, kv_pages=160, max_batch_tokens=96, max_drafts=5),
+    )  # fmt: skip
+    with Engine.from_config(config, plugins, discover=False, environ={}) as engine:
+        return run_to_end(engine, requests(8))

@@ -12,46 +12,20 @@ from typing import Any
 
 import pytest
 
-from deepinfer_ascend.testing.engines import answers
+from deepinfer_ascend.testing.engines import answers, recorded_calls
 from deepinfer_ascend.testing.mistakes import MISTAKES, NOTICED, caught
-from deepinfer_ascend.testing.recording import differences, recording
+from deepinfer_ascend.testing.recording import differences
 from deepinfer_ascend.testing.schemas import SCHEMAS, TORCH_NPU
 from deepinfer_ascend.testing.standins import UnavailableError, make_environment
 from deepinfer_core.testing.tiny import write_tiny_model
 
-SETUPS: tuple[dict[str, Any], ...] = (
-    {},
-    {"kernels": {"graphs": True}},
-    {"kernels": {"mx": "mxfp8"}},
-    {"kernels": {"mx": "mxfp4"}},
-)
 COMMUNICATION = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The calls of engines in bfloat16: dense and MoE, eager and graphs, dense and rounded."""
-    folder = tmp_path_factory.mktemp("recorded")
-    shape = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 128, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    dense = write_tiny_model(folder / "dense", **shape, **heads)
-    small = write_tiny_model(folder / "small", **{**shape, "head_dim": 32}, **heads)
-    experts = write_tiny_model(
-        folder / "experts", **shape, **heads, architectures=["Qwen3MoeForCausalLM"], num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
-        decoder_sparse_step=1, mlp_only_layers=[],
-    )  # fmt: skip
-    window = write_tiny_model(
-        folder / "window", **shape, **heads, architectures=["MistralForCausalLM"],
-        sliding_window=24, layer_types=["sliding_attention"],
-    )  # fmt: skip
-    with recording() as calls:
-        for setup in SETUPS:
-            for model in (dense, experts):
-                answers(model, 3, dtype="bfloat16", **setup)
-        answers(small, 3, dtype="bfloat16")
-        answers(window, 3, dtype="bfloat16")
-    return list(calls.values())
+    """Every call that engines make."""
+    return recorded_calls(tmp_path_factory.mktemp("recorded"))
 
 
 def test_every_op_is_recorded(recorded: Any) -> None:
@@ -116,3 +90,7 @@ def test_mistakes_that_torch_npu_misses_are_caught(report: Any) -> None:
 
 def test_an_engine_answers_the_same_under_the_real_signatures(report: Any) -> None:
     assert report["tokens"] == answers(report["model"])
+
+
+def test_rows_can_be_sent_to_experts_elsewhere(report: Any) -> None:
+    assert report["communication"] == ["torch.int64 [8]", "torch.bfloat16 [9, 128]"]

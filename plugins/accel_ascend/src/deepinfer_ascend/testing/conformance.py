@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import ClassVar
 
 from deepinfer_core.testing.contracts import (
@@ -15,11 +17,26 @@ class DeviceContract(AcceleratorContract):
     """Laws of the accelerator."""
 
 
+TOLERANCE = 0.05
+"""Largest difference of a call on the device from the emulation, relative to its largest number."""
+
+
 class NpuKernelsContract(KernelsContract):
     """Laws of the kernel set, on the device."""
 
     device_type = "npu"
     dtypes = ("bfloat16", "float32")
+
+    def test_recorded_calls_agree_with_the_emulation(self) -> None:
+        """Every call that engines make gives on the device what its documentation says."""
+        from deepinfer_ascend.testing.engines import recorded_calls
+        from deepinfer_ascend.testing.recording import differences
+
+        self.kernels()
+        with tempfile.TemporaryDirectory() as folder:
+            calls = recorded_calls(Path(folder))
+        far = [found for found in differences(calls, self.device_type) if found.error > TOLERANCE]
+        assert not far, f"calls that differ: {far}"
 
 
 class NpuAttentionContract(AttentionContract):

@@ -8,10 +8,12 @@ from typing import Any
 
 from deepinfer_ascend import AscendKernelsConfig
 from deepinfer_ascend.testing.emulated import EmulatedPlugin
+from deepinfer_ascend.testing.recording import Call, recording
 from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_core.testing.oracle import run_to_end
+from deepinfer_core.testing.tiny import write_tiny_model
 
 PROMPTS: tuple[tuple[int, ...], ...] = (
     (72, 101, 108, 108, 111),
@@ -30,6 +32,7 @@ def make_engine(
     kernels: dict[str, Any] | None = None,
     attention: str = "ascend",
     plugins: Sequence[Any] = (),
+    model_component: Any = "auto",
     **options: Any,
 ) -> Engine:
     """Compose one.
@@ -40,6 +43,7 @@ def make_engine(
         kernels: options of kernel set ``ascend``.
         attention: which attention.
         plugins: further plugins.
+        model_component: the model's family, or its options.
         options: of the engine.
     """
     merged: dict[str, Any] = {
@@ -50,6 +54,7 @@ def make_engine(
         model=str(model),
         dtype=dtype,
         accelerator="ascend",
+        model_component=model_component,
         attention=attention,
         kernels=("torch", AscendKernelsConfig(**(kernels or {}))),
         engine=EngineOptions(**merged),
@@ -57,15 +62,62 @@ def make_engine(
     return Engine.from_config(config, [EmulatedPlugin(), *plugins], discover=False, environ={})
 
 
-def answers(model: Path | str, max_tokens: int = 8, **options: Any) -> dict[str, list[int]]:
-    """Greedy continuations of ``PROMPTS``, all of them at once."""
+def requests(max_tokens: int) -> list[Request]:
+    """Greedy ones for ``PROMPTS``."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    requests = [
+    return [
         Request(request_id=f"answer-{at}", prompt_token_ids=prompt, params=params)
         for at, prompt in enumerate(PROMPTS)
     ]
+
+
+def answers(model: Path | str, max_tokens: int = 8, **options: Any) -> dict[str, list[int]]:
+    """Greedy continuations of ``PROMPTS``, all of them at once."""
     engine = make_engine(model, **options)
     try:
-        return run_to_end(engine, requests)
+        return run_to_end(engine, requests(max_tokens))
     finally:
         engine.close()
+
+
+SETUPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kernels": {"graphs": True}},
+    {"kernels": {"mx": "mxfp8"}},
+    {"kernels": {"mx": "mxfp4"}},
+)
+"""Engines whose calls are recorded."""
+
+
+def recorded_calls(folder: Path) -> list[Call]:
+    """The calls of engines in bfloat16, one of each op and shape.
+
+    Dense models and experts, eager and in graphs, whole and rounded, flat heads and small ones,
+    with and without a window.
+    """
+    shape: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 64, "head_dim": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    experts: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }  # fmt: skip
+    window: dict[str, Any] = {
+        "architectures": ["MistralForCausalLM"], "sliding_window": 24,
+        "layer_types": ["sliding_attention"],
+    }  # fmt: skip
+    models = {
+        name: write_tiny_model(folder / name, **{**shape, **changes})
+        for name, changes in (
+            ("dense", {}), ("experts", experts), ("window", window), ("small", {"head_dim": 32}),
+        )
+    }  # fmt: skip
+    with recording() as calls:
+        for setup in SETUPS:
+            for name in ("dense", "experts"):
+                answers(models[name], 3, dtype="bfloat16", **setup)
+        for name in ("small", "window"):
+            answers(models[name], 3, dtype="bfloat16")
+    return list(calls.values())

@@ -1,7 +1,8 @@
 """Calls of the device's ops as a file: recorded where they are emulated, replayed on a device.
 
-``python -m deepinfer_ascend.testing.recording FILE [DEVICE]`` makes every recorded call on the
-device and in the emulation, and prints how far the results are apart.
+``python -m deepinfer_ascend.testing.recording record FILE`` writes the calls that engines make;
+``... replay FILE [DEVICE]`` makes each of them on the device and in the emulation, and prints how
+far the results are apart.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -162,10 +164,16 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
     return float((a - b).abs().max() / a.abs().max().clamp(min=1e-30))
 
 
-def main(path: str, device: str = "npu") -> int:
-    """Replay a file and report; 0 if every call was made."""
+def main(what: str, path: str, device: str = "npu") -> int:
+    """Record a file, or replay one and report."""
     from deepinfer_ascend.testing.emulation import install
 
+    if what == "record":
+        from deepinfer_ascend.testing.engines import recorded_calls
+
+        with tempfile.TemporaryDirectory() as folder:
+            Path(path).write_text(json.dumps(recorded_calls(Path(folder))))
+        return 0
     if device == "npu":
         from deepinfer_ascend.runtime import load_torch_npu
 

@@ -60,6 +60,18 @@ def _used(call: Call, results: list[Tensor]) -> list[str]:
     return [f"{results[at].dtype} {list(results[at].shape)}" for at in used]
 
 
+def communication() -> list[str]:
+    """Shapes of rows sent to experts elsewhere and of what comes back."""
+    from deepinfer_ascend.parallel import ExpertGroup, combine, dispatch
+    from deepinfer_ascend.testing.mistakes import on_meta
+
+    group = ExpertGroup(name="experts", size=8, rank=1, num_experts=64, max_rows=16)
+    ids, weights = on_meta(9, 4, dtype=torch.int32), on_meta(9, 4, dtype=torch.float32)
+    sent = dispatch(on_meta(9, 128), ids, weights, group)
+    out = combine(sent.rows, sent, ids, weights, group)
+    return [f"{x.dtype} {list(x.shape)}" for x in (sent.counts, out)]
+
+
 def tokens_of(model: str) -> dict[str, list[int]]:
     """What an engine answers whose calls go through torch_npu's own signatures."""
     from deepinfer_ascend.testing.engines import answers
@@ -79,6 +91,7 @@ def main(calls: str, model: str) -> int:
         "torch_npu": version,
         "changed": changed,
         "calls": meta_results(json.loads(Path(calls).read_text())),
+        "communication": communication(),
         "caught": caught(),
         "noticed": noticed_by_torch_npu(),
         "tokens": tokens_of(model),

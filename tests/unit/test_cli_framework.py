@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -431,6 +432,15 @@ def test_targets_that_are_not_there(find: Any, name: str, message: str) -> None:
 def test_conformance_of_what_is_not_there_is_wrong_usage(deepinfer: Shown, target: str) -> None:
     assert deepinfer("conformance", target)[0] == 2
     assert deepinfer("conformance", "--plugin", "nobody")[0] == 2
+
+
+def test_conformance_on_a_device_leaves_a_record(deepinfer: Shown) -> None:
+    status, out, _ = deepinfer("conformance", "accelerator/cpu", "--device")
+    assert status == 0
+    assert re.search(
+        r"^\| \d{4}-\d\d-\d\d \| cpu \| threads .* \| torch .* \| passed \|$", out, re.M
+    )
+    assert "no accelerator was checked" in deepinfer("conformance", "eviction/lru", "--device")[1]
 
 
 def test_conformance_needs_one_target(deepinfer: Shown) -> None:

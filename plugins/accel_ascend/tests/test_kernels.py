@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,18 @@ import torch
 from deepinfer_ascend import AscendKernelsConfig
 from deepinfer_ascend.calls import Calls
 from deepinfer_ascend.kernels import AscendKernels, build
+from deepinfer_ascend.testing.conformance import NpuKernelsContract
 from deepinfer_ascend.testing.emulated import WIDE, build_kernels
+from deepinfer_core.builtin.torch_kernels import TorchKernels
 from deepinfer_core.components import Verified
+from deepinfer_core.errors import CompositionError
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
-from deepinfer_core.ops.table import OP_NAMES
-from deepinfer_core.testing.contracts import KernelsContract
+from deepinfer_core.ops.table import OP_NAMES, choose
 
 
-class TestKernels(KernelsContract):
+class TestKernels(NpuKernelsContract):
+    device_type = "cpu"
+
     def make(self, context: KernelsContext) -> AscendKernels:
         return build_kernels(AscendKernelsConfig(), context)
 
@@ -101,3 +106,29 @@ def test_wide_gelu_goes_to_torch() -> None:
     (provider,) = (p for p in kernels.providers() if p.op == "gelu_mul")
     op = provider.build(OpFacts(device_type="cpu", dtype="bfloat16"))
     assert op.run(torch.randn(3, 2048).bfloat16()).shape == (3, 1024)
+
+
+HARDWARE = Path(__file__).parents[3] / "docs" / "hardware.md"
+
+
+def test_the_page_on_hardware_says_what_serves_each_op() -> None:
+    kernels = build(AscendKernelsConfig(), KernelsContext(device_type="npu")).providers()
+    sets = [("torch", TorchKernels().providers()), ("ascend", kernels)]
+    facts = OpFacts(device_type="npu", dtype="bfloat16", attention="ascend")
+    rows = {
+        cells[0].strip("` "): cells[2].strip()
+        for line in HARDWARE.read_text().splitlines()
+        if len(cells := line.strip("| ").split(" | ")) == 3
+    }
+    for choice in choose(sets, facts):
+        assert choice.source == "ascend"
+        assert rows[choice.op].startswith(f"`{choice.provider.name}`")
+        assert choice.provider.verified is Verified.EMULATED
+        assert all(reason for _, reason in choice.refused)
+
+
+def test_nothing_promises_independent_rows_on_the_device() -> None:
+    kernels = build(AscendKernelsConfig(), KernelsContext(device_type="npu")).providers()
+    sets = [("torch", TorchKernels().providers()), ("ascend", kernels)]
+    with pytest.raises(CompositionError, match="ops without a provider"):
+        choose(sets, OpFacts(device_type="npu", dtype="bfloat16", batch_invariant=True))

@@ -42,6 +42,8 @@ def exact(x: Tensor, weight: PackedTensor) -> Tensor:
 def close(found: Tensor, x: Tensor, weight: PackedTensor) -> None:
     """Rounding to 16 bits is little beside what is added up, not beside what is left."""
     assert torch.isfinite(found).all()
+    if not len(found):
+        return
     worst = (found - exact(x, weight)).abs().max()
     sizes = dequantize(weight.data, weight.format, weight.shape).float().abs()
     assert worst <= PRECISION * (x.float().abs() @ sizes.T).max().clamp(min=1e-3), f"off by {worst}"
@@ -123,7 +125,7 @@ def test_an_id_outside_the_vocabulary_is_refused(native: Any, packed: Packed, wr
     kind=st.sampled_from(FORMATS),
     outputs=st.integers(1, 70),
     groups=st.integers(1, 5),
-    rows=st.integers(1, 40),
+    rows=st.integers(0, 200),
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
     level=st.sampled_from(library.runnable()),

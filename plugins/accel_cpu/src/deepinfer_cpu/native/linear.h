@@ -25,7 +25,7 @@ constexpr int64_t group_bytes(int32_t format) {
   return format == Q4_0 ? 32 + 256 : format == Q4_1 ? 64 + 256 : 32 + 512;
 }
 
-constexpr int64_t BLOCK = 64;  // rows that are multiplied with a panel at a time
+constexpr int64_t BLOCK = 96;  // most rows that are multiplied with a panel at a time
 constexpr int TOGETHER = DI_AVX512 ? 2 : 1;  // panels likewise
 
 struct Linear {

@@ -107,14 +107,17 @@ inline void each_row(Team& team, int64_t rows, F&& work) {
 // apart, so that threads of one speed read a stretch of memory each.
 template <typename F>
 inline void share(Team& team, int64_t rows, int64_t units, F&& work) {
+  if (!rows) return;
   const int64_t blocks = (rows + BLOCK - 1) / BLOCK;
+  // Of one size, since a few rows that are left over would cost as much as many; whole tiles.
+  const int64_t block = ((rows + blocks - 1) / blocks + 7) / 8 * 8;
   const int64_t chunk = std::max<int64_t>(1, units / (team.size * 8));
   const int64_t each = ((units + chunk - 1) / chunk + team.size - 1) / team.size;
   for (int64_t item = team.next(); item < blocks * each * team.size; item = team.next()) {
-    const int64_t first = item / (each * team.size) * BLOCK, place = item % (each * team.size);
+    const int64_t first = item / (each * team.size) * block, place = item % (each * team.size);
     const int64_t begin = (place % team.size * each + place / team.size) * chunk;
     for (int64_t unit = begin; unit < std::min(begin + chunk, units); unit++)
-      work(first, std::min(first + BLOCK, rows), unit);
+      work(first, std::min(first + block, rows), unit);
   }
 }
 

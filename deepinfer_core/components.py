@@ -70,6 +70,8 @@ class Verified(StrEnum):
     """Compared with the reference on the hardware it is made for."""
     EMULATED = "not verified on hardware"
     """Checked against emulation or documentation only."""
+    WIRED = "wiring verified under our reading of the documentation; not verified on hardware"
+    """Calls into a library that could not be run: checked against what is written of it."""
 
 
 @frozen(kw_only=True)

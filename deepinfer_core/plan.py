@@ -207,8 +207,8 @@ class Plan:
         for part in self.parts_of(slot):
             head = "" if lines else str(slot)
             mark = ""
-            if part.component.verified is Verified.EMULATED:
-                mark = f" [{Verified.EMULATED}]"
+            if part.component.verified in (Verified.EMULATED, Verified.WIRED):
+                mark = f" [{part.component.verified}]"
             config = "" if isinstance(part.config, NoConfig) else f"{part.config!r} "
             lines.append(
                 f"{head:<12} {part.name:<{width}} {part.component.plugin:<{origin}} "

@@ -97,6 +97,15 @@ def test_decoding_is_replayed_from_graphs(
     assert len(eager) < 24, "most steps should have been replayed"
 
 
+def test_padded_steps_are_replayed_and_touch_no_page_of_others(
+    make_engine: Any, tiny_model: Path
+) -> None:
+    """Eleven sequences are padded to twelve rows; the twelfth writes to a page of nobody."""
+    prompts = [[at, at + 1, 5] for at in range(11)]
+    engine = make_engine(tiny_model, kernels={"graphs": True})
+    assert_lossless(engine, prompts, oracle=oracle_of(tiny_model), max_tokens=5)
+
+
 def test_default_composition_refuses_small_pages(make_engine: Any, tiny_model: Path) -> None:
     from deepinfer_core.errors import CompositionError
 

@@ -26,6 +26,9 @@ class TestKernels(NpuKernelsContract):
     def make(self, context: KernelsContext) -> AscendKernels:
         return build_kernels(AscendKernelsConfig(), context)
 
+    def test_recorded_calls_agree_with_the_emulation(self) -> None:
+        """The device is the emulation; ``test_torch_npu.py`` replays calls."""
+
 
 def served(facts: OpFacts, **config: Any) -> dict[str, str]:
     kernels = build(AscendKernelsConfig(**config), KernelsContext(device_type="npu"))
@@ -45,7 +48,7 @@ def test_none_serves_another_device_or_a_packed_weight() -> None:
 def test_nothing_is_said_to_be_verified_or_invariant() -> None:
     config = AscendKernelsConfig(mx="mxfp4", graphs=True)
     for provider in build(config, KernelsContext(device_type="npu")).providers():
-        assert provider.verified is Verified.EMULATED
+        assert provider.verified is Verified.WIRED
         assert not provider.batch_invariant
 
 
@@ -123,7 +126,7 @@ def test_the_page_on_hardware_says_what_serves_each_op() -> None:
     for choice in choose(sets, facts):
         assert choice.source == "ascend"
         assert rows[choice.op].startswith(f"`{choice.provider.name}`")
-        assert choice.provider.verified is Verified.EMULATED
+        assert choice.provider.verified is Verified.WIRED
         assert all(reason for _, reason in choice.refused)
 
 

@@ -10,8 +10,10 @@ import pytest
 
 from deepinfer_ascend import probe
 from deepinfer_ascend.probe import NODE, Found, version_of, why_not
+from deepinfer_core import Slot, Verified
+from deepinfer_core.cli.plan import op_rows
 from deepinfer_core.compose import compose
-from deepinfer_core.config import EngineConfig
+from deepinfer_core.config import EngineConfig, EngineOptions, apply_environ
 from deepinfer_core.errors import CompositionError
 from deepinfer_core.plugins import PluginHost
 
@@ -104,10 +106,27 @@ def test_a_node_without_a_usable_device_stops_auto_and_names_the_reason() -> Non
     assert "--accelerator cpu" in str(raised.value)
 
 
-def test_the_variable_names_the_accelerator() -> None:
-    from deepinfer_core.config import ACCELERATOR_VALUES
-
-    assert ACCELERATOR_VALUES["ascend"] in {c.name for c in PluginHost().components("accelerator")}  # type: ignore[arg-type]
+def test_the_variable_asks_for_it_and_plans_carry_the_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = PluginHost([], discover=True)
+    config = apply_environ(
+        EngineConfig(model="m", dtype="bfloat16", engine=EngineOptions(page_size=128)),
+        {"DEEPINFER_ACCELERATOR": "ascend"},
+    )
+    with pytest.raises(CompositionError, match="davinci_manager"):
+        compose(host, config, node_exists=lambda node: False)
+    monkeypatch.setattr(probe, "why_not", lambda: None)
+    plan = compose(host, config, node_exists=lambda node: node == NODE)
+    for slot in (Slot.ACCELERATOR, Slot.KERNELS, Slot.ATTENTION):
+        part = plan.part(slot)
+        assert part is not None
+        assert part.name == "ascend"
+        assert part.component.verified is Verified.WIRED
+    assert plan.explain().count(f"[{Verified.WIRED}]") == 3
+    rows = {row["op"]: row for row in op_rows(plan)}
+    assert rows["rms_norm"]["provider"] == "ascend/npu_rms_norm"
+    assert {row["verified"] for row in rows.values()} == {str(Verified.WIRED)}
 
 
 BROKEN_BACKEND = """

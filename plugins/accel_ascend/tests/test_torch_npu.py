@@ -94,3 +94,7 @@ def test_an_engine_answers_the_same_under_the_real_signatures(report: Any) -> No
 
 def test_rows_can_be_sent_to_experts_elsewhere(report: Any) -> None:
     assert report["communication"] == ["torch.int64 [8]", "torch.bfloat16 [9, 128]"]
+
+
+def test_what_is_asked_of_the_device_exists(report: Any) -> None:
+    assert report["missing"] == []

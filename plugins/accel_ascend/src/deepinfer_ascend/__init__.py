@@ -18,7 +18,7 @@ from deepinfer_core.typed import typed
 
 DEEPINFER_API = 1
 
-LABEL = "wiring verified under our reading of the documentation; not verified on hardware"
+LABEL = str(Verified.WIRED)
 """What may be said of everything in this package."""
 
 MX_FORMATS = ("off", "mxfp8", "mxfp4")
@@ -99,8 +99,8 @@ def deepinfer_accelerators() -> tuple[Component[Any], ...]:
             tags={"npu"},
             available=_why_not,
             offers={Feature.GRAPHS},
-            verified=Verified.EMULATED,
-            summary=f"Huawei Ascend 950 through torch_npu; {LABEL}",
+            verified=Verified.WIRED,
+            summary="Huawei Ascend 950 through torch_npu",
             conformance=f"{_CONTRACTS}:DeviceContract",
         ),
     )
@@ -117,8 +117,8 @@ def deepinfer_kernels() -> tuple[Component[Any], ...]:
             priority=Priority.SPECIALIZED,
             available=_why_not,
             fits=_on_npu,
-            verified=Verified.EMULATED,
-            summary=f"ops through torch_npu; {LABEL}",
+            verified=Verified.WIRED,
+            summary="ops through torch_npu",
             conformance=f"{_CONTRACTS}:NpuKernelsContract",
         ),
     )
@@ -135,8 +135,8 @@ def deepinfer_attentions() -> tuple[Component[Any], ...]:
             priority=Priority.SPECIALIZED,
             available=_why_not,
             fits=_attention_why_not,
-            verified=Verified.EMULATED,
-            summary=f"npu_fused_infer_attention_score_v2 over pages; {LABEL}",
+            verified=Verified.WIRED,
+            summary="npu_fused_infer_attention_score_v2 over pages",
             conformance=f"{_CONTRACTS}:NpuAttentionContract",
         ),
         Component(
@@ -146,8 +146,8 @@ def deepinfer_attentions() -> tuple[Component[Any], ...]:
             auto=False,
             available=_why_not,
             fits=_on_npu,
-            verified=Verified.EMULATED,
-            summary=f"plain torch over pages on the device, slow; {LABEL}",
+            verified=Verified.WIRED,
+            summary="plain torch over pages on the device, slow",
             conformance=f"{_CONTRACTS}:NpuTorchAttentionContract",
         ),
     )

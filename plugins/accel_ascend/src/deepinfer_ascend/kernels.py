@@ -241,7 +241,7 @@ class AscendKernels:
             build=lambda facts: GraphedLayers(self._calls, self.layer_ops(), self._capture),
             why_not=why_not,
             priority=BEST,
-            verified=Verified.EMULATED,
+            verified=Verified.WIRED,
             handles_of=("linear", "embedding"),
         )
 
@@ -259,7 +259,7 @@ class AscendKernels:
             build=make,
             why_not=partial(objection, device_type=self._device_type, dtypes=tuple(dtypes)),
             priority=priority,
-            verified=Verified.EMULATED,
+            verified=Verified.WIRED,
         )
 
 

@@ -176,7 +176,7 @@ def component(name: str, build: Callable[[Any, Any], Any], **fields: Any) -> Com
         name=name,
         build=build,
         priority=Priority.OVERRIDE,
-        verified=Verified.EMULATED,
+        verified=Verified.WIRED,
         summary=_SUMMARY,
         **fields,
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterable
@@ -60,6 +61,34 @@ def _used(call: Call, results: list[Tensor]) -> list[str]:
     return [f"{results[at].dtype} {list(results[at].shape)}" for at in used]
 
 
+NAMES = (
+    "set_device", "Stream", "Event", "mem_get_info", "stream", "graph", "NPUGraph",
+    "graph_pool_handle", "current_stream", "get_soc_version", "get_device_name", "device_count",
+)  # fmt: skip
+"""What ``runtime`` and ``probe`` ask ``torch.npu`` for."""
+
+
+def missing_names() -> list[str]:
+    """Names and arguments that the real torch_npu lacks."""
+    import torch_npu
+    from torch_npu.npu import graphs
+    from torch_npu.npu.utils import get_cann_version
+
+    missing = [name for name in NAMES if not hasattr(torch_npu.npu, name)]
+    arguments = (
+        (graphs.graph.__init__, {"npu_graph", "pool", "auto_dispatch_capture"}),
+        (graphs.NPUGraph.update, {"cpu_update_input"}),
+        (get_cann_version, {"module"}),
+    )
+    for function, names in arguments:
+        lacking = names - set(inspect.signature(function).parameters)
+        missing += [f"{function.__qualname__}({name})" for name in sorted(lacking)]
+    op = "npu_fused_infer_attention_score_v2.default"
+    handler: Any = graphs._NPU_GRAPH_OP_HANDLERS.get(op)
+    updated = {each[2] for each in handler.UPDATE_SPECS[op]} if handler else set()
+    return missing + sorted({"actual_seq_kvlen"} - updated)
+
+
 def communication() -> list[str]:
     """Shapes of rows sent to experts elsewhere and of what comes back."""
     from deepinfer_ascend.parallel import ExpertGroup, combine, dispatch
@@ -91,6 +120,7 @@ def main(calls: str, model: str) -> int:
         "torch_npu": version,
         "changed": changed,
         "calls": meta_results(json.loads(Path(calls).read_text())),
+        "missing": missing_names(),
         "communication": communication(),
         "caught": caught(),
         "noticed": noticed_by_torch_npu(),

@@ -33,6 +33,19 @@ class AcceleratorConfig:
 
 
 @frozen(kw_only=True, field_transformer=typed)
+class KernelsConfig:
+    """Options of kernel set ``sm100``.
+
+    Attributes:
+        libraries: use vendor libraries where they are installed and fit.
+        fp8_activations: round activations to FP8 where a library multiplies FP8 by FP8.
+    """
+
+    libraries: bool = field(default=True, validator=validators.instance_of(bool))
+    fp8_activations: bool = field(default=False, validator=validators.instance_of(bool))
+
+
+@frozen(kw_only=True, field_transformer=typed)
 class AttentionConfig:
     """Options of attention ``sm100``.
 
@@ -144,6 +157,7 @@ def deepinfer_kernels() -> tuple[Component[Any], ...]:
         Component(
             name="sm100",
             build=_build_kernels,
+            config_type=KernelsConfig,
             available=_no_triton,
             fits=_kernels_why_not,
             priority=Priority.SPECIALIZED,

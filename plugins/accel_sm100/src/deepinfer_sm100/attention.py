@@ -117,7 +117,7 @@ class PagedAttention:
         from deepinfer_sm100.kernels.attention import write_kv_kernel
 
         heads, size = keys.shape[1:3]
-        tile = _tile_rows(max(k.shape[2], v.shape[2]))
+        tile = max(1, _tile_rows(max(k.shape[2], v.shape[2])) // 4)
         self._launch(
             write_kv_kernel,
             (blocks(k.shape[0] * heads, tile),),

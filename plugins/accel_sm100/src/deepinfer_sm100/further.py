@@ -116,7 +116,7 @@ class FurtherOps:
             q, codes, scales, chosen.contiguous(), lse if sinks is None else sinks, out, lse, heads,
             chosen.shape[1], float(scale), codes.stride(0), scales.stride(0),
             BITS=bits, BLOCK=dim // scales.shape[1], HAS_SINKS=sinks is not None, HEADS=tile,
-            DIM=dim, STEP=STEP,
+            DIM=dim, STEP=STEP, num_warps=8,
         )  # fmt: skip
         return out, lse
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.interfaces.kernels import GatedActivation
 from deepinfer_core.sampling.portable import exponentials
 from deepinfer_sm100.kernels import experts, gemm, rows, sampling
@@ -64,6 +66,86 @@ class TiledLinear(_Op):
             x, weight, weight if handle.bias is None else handle.bias, out,
             x.shape[0], inner, outer, x.stride(0),
             HAS_BIAS=handle.bias is not None, ROWS=TILE_ROWS, OUTER=columns, INNER=64,
+        )  # fmt: skip
+        return out
+
+
+_PACKED = re.compile(r"fp([48])_(\d+)x(\d+)")
+
+PACKED_FORMATS = ("fp8_128x128", "fp8_32x32", "fp8_1x32", "fp4_1x32")
+"""Weights that are kept as stored: bits, then rows and columns that share a scale."""
+
+
+@frozen(kw_only=True, eq=False)
+class PackedWeight:
+    """Handle of ``PackedLinear`` for a weight that is kept as stored.
+
+    Attributes:
+        data: [out_features, bytes of a row], float8_e4m3fn or uint8.
+        scales: [rows of blocks, columns of blocks], float32.
+        bias: [out_features] or None.
+        shape: of the dense weight.
+        bits: of a number.
+        block: rows and columns that share a scale.
+    """
+
+    data: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int]
+    bits: int
+    block: tuple[int, int]
+
+
+class PackedLinear(_Op):
+    """``Linear`` with weights of eight or four bits kept as stored, expanded tile by tile.
+
+    Numbers and sums are those of the expanded weight, rounded to the dtype of the computation;
+    activations are not rounded. Dense weights go through ``TiledLinear``.
+    """
+
+    packed_formats = PACKED_FORMATS
+
+    def __init__(self, launch: Launcher, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(launch)
+        self._dense, self._dtype, self._device = TiledLinear(launch), dtype, device
+
+    def prepare(
+        self, weight: Tensor | PackedTensor, bias: Tensor | None = None
+    ) -> DenseWeight | PackedWeight:
+        """Keep what is packed; others become dense in the dtype of the computation."""
+        if not isinstance(weight, PackedTensor):
+            return self._dense.prepare(weight.to(self._device, self._dtype), bias)
+        found = _PACKED.fullmatch(weight.format)
+        assert found is not None, weight.format
+        assert weight.scales is not None, weight.format
+        bits, rows, columns = (int(part) for part in found.groups())
+        data = weight.data.to(self._device).contiguous()
+        return PackedWeight(
+            data=data.view(torch.float8_e4m3fn) if bits == 8 else data,
+            scales=weight.scales.to(self._device).float().contiguous(),
+            bias=None if bias is None else bias.contiguous(),
+            shape=(weight.shape[0], weight.shape[1]),
+            bits=bits,
+            block=(rows, columns),
+        )
+
+    def run(self, x: Tensor, handle: DenseWeight | PackedWeight) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        if isinstance(handle, DenseWeight):
+            return self._dense.run(x, handle)
+        x = _dense_rows(x)
+        outer, inner = handle.shape
+        out = torch.empty(x.shape[0], outer, dtype=x.dtype, device=x.device)
+        columns = 64
+        self._launch(
+            gemm.packed_linear_kernel,
+            (blocks(x.shape[0], TILE_ROWS), blocks(outer, columns)),
+            x, handle.data, handle.scales, handle.scales if handle.bias is None else handle.bias,
+            out, x.shape[0], inner, outer, x.stride(0), handle.data.stride(0),
+            handle.scales.stride(0), HAS_BIAS=handle.bias is not None, BITS=handle.bits,
+            BLOCK_ROWS=handle.block[0], BLOCK_COLUMNS=handle.block[1],
+            ROWS=TILE_ROWS, OUTER=columns, INNER=64, num_warps=8,
         )  # fmt: skip
         return out
 
@@ -289,6 +371,6 @@ class Draw(_Op):
             sampling.draw_kernel,
             (count,),
             logits, *knobs, self._tables[device], out, vocab, logits.stride(0),
-            BLOCK=min(4096, padded(vocab)), enable_fp_fusion=False,
+            BLOCK=min(2048, padded(vocab)), num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         return out

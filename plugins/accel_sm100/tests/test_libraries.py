@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -348,3 +349,21 @@ def test_sparse_attention_is_asked_for_as_the_library_wants() -> None:
         op.prefill(torch.zeros(3, 16, 512), torch.zeros(9, 512), chosen, 0.1)
     with pytest.raises(ValueError, match="records have 100 bytes"):
         op.decode(q, torch.zeros(2, 64, 100, dtype=torch.uint8), chosen, object())
+
+
+HARDWARE = Path(__file__).parents[3] / "docs" / "hardware.md"
+
+
+def test_the_page_on_hardware_says_what_serves_each_op() -> None:
+    made = kernels(ask=lambda name: f"{name} is not installed")
+    sets = [("sm100", made.providers()), ("torch", TorchKernels().providers())]
+    facts = OpFacts(device_type="cuda", dtype="bfloat16", attention="sm100", batch_invariant=True)
+    rows = {
+        cells[0].strip("` "): cells[1].strip()
+        for line in HARDWARE.read_text().splitlines()
+        if len(cells := line.strip("| ").split(" | ")) == 3
+    }
+    for choice in choose(sets, facts):
+        assert choice.source == "sm100"
+        assert rows[choice.op].startswith(f"`{choice.provider.name}`"), choice.op
+        assert choice.provider.verified is Verified.EMULATED

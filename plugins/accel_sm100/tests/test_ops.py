@@ -29,7 +29,8 @@ class _Some:
         self._ops = ops
 
     def providers(self) -> Any:
-        return [own(Sm100Kernels("cpu"), op) for op in self._ops]
+        made = Sm100Kernels("cpu")
+        return [own(made, op) for op in self._ops]
 
 
 class TestByRows(KernelsContract):

@@ -39,10 +39,13 @@ class KernelsConfig:
     Attributes:
         libraries: use vendor libraries where they are installed and fit.
         fp8_activations: round activations to FP8 where a library multiplies FP8 by FP8.
+        graph_tokens: steps of dense decoders with at most so many tokens are captured as CUDA
+            graphs, one for each shape, and replayed; 0 = none.
     """
 
     libraries: bool = field(default=True, validator=validators.instance_of(bool))
     fp8_activations: bool = field(default=False, validator=validators.instance_of(bool))
+    graph_tokens: int = field(default=512, validator=validators.ge(0))
 
 
 @frozen(kw_only=True, field_transformer=typed)
@@ -128,7 +131,7 @@ def deepinfer_accelerators() -> tuple[Component[Any], ...]:
             name="sm100",
             build=_build_accelerator,
             config_type=AcceleratorConfig,
-            offers={Feature.BATCH_INVARIANT},
+            offers={Feature.BATCH_INVARIANT, Feature.GRAPHS},
             priority=Priority.SPECIALIZED,
             available=_available,
             accepts=_accepts,
@@ -162,6 +165,7 @@ def deepinfer_kernels() -> tuple[Component[Any], ...]:
             fits=_kernels_why_not,
             priority=Priority.SPECIALIZED,
             verified=Verified.EMULATED,
+            conformance="deepinfer_sm100.conformance:Sm100KernelsContract",
             summary="ops through vendor libraries and own kernels in Triton",
         ),
     )
@@ -186,6 +190,7 @@ def deepinfer_attentions() -> tuple[Component[Any], ...]:
             fits=_attention_why_not,
             priority=Priority.SPECIALIZED + 1,
             verified=Verified.EMULATED,
+            conformance="deepinfer_sm100.conformance:Sm100AttentionContract",
             summary="over pages, in Triton, keys split at fixed positions, for mixed batches",
         ),
     )

@@ -49,6 +49,7 @@ class GroupPlan:
         visible_from: [num_sequences], int32.
         tiles: [num_tiles, 3], int32: sequence, first token row, tokens.
         splits: splits of the longest sequence.
+        split: positions of a split.
         tokens_per_tile: most tokens of a tile.
     """
 
@@ -58,6 +59,7 @@ class GroupPlan:
     visible_from: Tensor
     tiles: Tensor
     splits: int
+    split: int
     tokens_per_tile: int
 
 
@@ -88,13 +90,18 @@ class PagedAttention:
         longest = int(batch.positions.max(initial=-1)) + 1
         found = self._uploads.put(
             device,
-            tables=group.block_tables.astype(np.int32),
+            tables=_widened(group.block_tables),
             slots=group.write_slots.astype(np.int64),
             positions=batch.positions.astype(np.int32),
             visible_from=group.visible_from.astype(np.int32),
             tiles=tiles_of(batch.query_starts, per_tile),
         )
-        return GroupPlan(splits=blocks(longest, self._split), tokens_per_tile=per_tile, **found)
+        return GroupPlan(
+            splits=blocks(longest, self._split),
+            split=self._split,
+            tokens_per_tile=per_tile,
+            **found,
+        )
 
     def attend(
         self,
@@ -108,66 +115,91 @@ class PagedAttention:
         params: AttentionParams,
     ) -> Tensor:
         """See ``deepinfer_core.interfaces.attention.Attention``."""
-        keys, values = storage.layer(layer)
-        if k is not None and v is not None:
-            self._write(_rows(k), _rows(v), keys, values, plan)
-        return self._read(_rows(q), keys, values, storage.group, plan, params)
+        return attend_pages(
+            self._launch, q, k, v, layer=layer, storage=storage, plan=plan, params=params
+        )
 
-    def _write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: GroupPlan) -> None:
-        from deepinfer_sm100.kernels.attention import write_kv_kernel
 
-        heads, size = keys.shape[1:3]
-        tile = max(1, _tile_rows(max(k.shape[2], v.shape[2])) // 4)
-        self._launch(
-            write_kv_kernel,
-            (blocks(k.shape[0] * heads, tile),),
-            k, v, plan.slots, keys, values, k.shape[0] * heads, heads, k.shape[2], v.shape[2], size,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            ROWS=tile, KEY=padded(k.shape[2]), VALUE=padded(v.shape[2]),
-        )  # fmt: skip
+def attend_pages(
+    launch: Launcher,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *,
+    layer: int,
+    storage: KvStorage,
+    plan: GroupPlan,
+    params: AttentionParams,
+) -> Tensor:
+    """Write, then attend; see ``deepinfer_core.interfaces.attention.Attention``."""
+    keys, values = storage.layer(layer)
+    if k is not None and v is not None:
+        _write(launch, _rows(k), _rows(v), keys, values, plan)
+    return _read(launch, _rows(q), keys, values, storage.group, plan, params)
 
-    def _read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        group: CacheGroupSpec,
-        plan: GroupPlan,
-        params: AttentionParams,
-    ) -> Tensor:
-        from deepinfer_sm100.kernels.attention import attend_kernel, combine_kernel
 
-        tokens, heads = q.shape[:2]
-        sharing, value_dim = heads // group.num_kv_heads, group.value_dim
-        rows = plan.splits * tokens * heads
-        sums = torch.empty(rows, value_dim, dtype=torch.float32, device=q.device)
-        maxima = torch.empty(rows, dtype=torch.float32, device=q.device)
-        masses = torch.empty(rows, dtype=torch.float32, device=q.device)
-        out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
-        # Narrower products than these are none of the tensor cores'.
-        sharing_pad, key_pad = padded(sharing), padded(group.key_dim, 16)
-        value_pad = padded(value_dim, 16)
-        self._launch(
-            attend_kernel,
-            (plan.tiles.shape[0], group.num_kv_heads, plan.splits),
-            q, keys, values, plan.tables, plan.tiles, plan.positions, plan.visible_from,
-            sums, maxima, masses, tokens, q.stride(0), q.stride(1), plan.tables.shape[1],
-            float(params.scale), float(params.softcap), params.window,
-            CAPPED=params.softcap > 0, WINDOWED=params.window > 0, SPLIT=self._split, BLOCK=BLOCK,
-            TOKENS=plan.tokens_per_tile, GROUP=sharing, GROUP_PAD=sharing_pad,
-            KV_HEADS=group.num_kv_heads, KEY=group.key_dim, KEY_PAD=key_pad,
-            VALUE=value_dim, VALUE_PAD=value_pad, PAGE=group.page_size,
-        )  # fmt: skip
-        tile = _tile_rows(value_dim)
-        self._launch(
-            combine_kernel,
-            (blocks(tokens * heads, tile),),
-            sums, maxima, masses, plan.positions,
-            masses if params.sinks is None else params.sinks, out, tokens * heads,
-            HAS_SINKS=params.sinks is not None, SPLIT=self._split, HEADS=heads, ROWS=tile,
-            VALUE=value_dim, VALUE_PAD=padded(value_dim),
-        )  # fmt: skip
-        return out
+def _write(
+    launch: Launcher, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, plan: GroupPlan
+) -> None:
+    from deepinfer_sm100.kernels.attention import write_kv_kernel
+
+    heads, size = keys.shape[1:3]
+    tile = max(1, _tile_rows(max(k.shape[2], v.shape[2])) // 4)
+    launch(
+        write_kv_kernel,
+        (blocks(k.shape[0] * heads, tile),),
+        k, v, plan.slots, keys, values, k.shape[0] * heads, heads, k.shape[2], v.shape[2], size,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        ROWS=tile, KEY=padded(k.shape[2]), VALUE=padded(v.shape[2]),
+    )  # fmt: skip
+
+
+def _read(
+    launch: Launcher,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: CacheGroupSpec,
+    plan: GroupPlan,
+    params: AttentionParams,
+) -> Tensor:
+    from deepinfer_sm100.kernels.attention import attend_kernel, combine_kernel
+
+    tokens, heads = q.shape[:2]
+    sharing, value_dim = heads // group.num_kv_heads, group.value_dim
+    rows = plan.splits * tokens * heads
+    sums = torch.empty(rows, value_dim, dtype=torch.float32, device=q.device)
+    maxima = torch.empty(rows, dtype=torch.float32, device=q.device)
+    masses = torch.empty(rows, dtype=torch.float32, device=q.device)
+    out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
+    launch(
+        attend_kernel,
+        (plan.tiles.shape[0], group.num_kv_heads, plan.splits),
+        q, keys, values, plan.tables, plan.tiles, plan.positions, plan.visible_from,
+        sums, maxima, masses, tokens, q.stride(0), q.stride(1), plan.tables.shape[1],
+        float(params.scale), float(params.softcap), params.window,
+        CAPPED=params.softcap > 0, WINDOWED=params.window > 0, SPLIT=plan.split, BLOCK=BLOCK,
+        TOKENS=plan.tokens_per_tile, GROUP=sharing, GROUP_PAD=padded(sharing),
+        # Narrower products than 16 are none of the tensor cores'.
+        KV_HEADS=group.num_kv_heads, KEY=group.key_dim, KEY_PAD=padded(group.key_dim, 16),
+        VALUE=value_dim, VALUE_PAD=padded(value_dim, 16), PAGE=group.page_size,
+    )  # fmt: skip
+    tile = _tile_rows(value_dim)
+    launch(
+        combine_kernel,
+        (blocks(tokens * heads, tile),),
+        sums, maxima, masses, plan.positions,
+        masses if params.sinks is None else params.sinks, out, tokens * heads,
+        HAS_SINKS=params.sinks is not None, SPLIT=plan.split, HEADS=heads, ROWS=tile,
+        VALUE=value_dim, VALUE_PAD=padded(value_dim),
+    )  # fmt: skip
+    return out
+
+
+def _widened(tables: Any) -> Any:
+    """Block tables with a power of two of columns: few shapes for as many lengths."""
+    beyond = padded(tables.shape[1], 8) - tables.shape[1]
+    return np.pad(tables.astype(np.int32), ((0, 0), (0, beyond)), constant_values=-1)
 
 
 def tiles_of(query_starts: Any, per_tile: int) -> Any:

@@ -28,6 +28,7 @@ class Sm100Kernels:
         launch: starts kernels; None = as the device type asks for.
         libraries: whether vendor libraries are used where they fit.
         fp8_activations: whether activations may be rounded to FP8 where weights are.
+        graph_tokens: tokens of the largest step that is captured as a graph, 0 = none.
         ask: why a library cannot be used.
         load: imports one.
         capability: of the GPU; None asks torch.
@@ -40,6 +41,7 @@ class Sm100Kernels:
         *,
         libraries: bool = True,
         fp8_activations: bool = False,
+        graph_tokens: int = 512,
         ask: Ask = installed_why_not,
         load: Callable[[str], Any] = importlib.import_module,
         capability: tuple[int, int] | None = None,
@@ -47,7 +49,7 @@ class Sm100Kernels:
         self._device_type, self._libraries = device_type, libraries
         self._launch = launch or launcher_for(device_type)
         self._fp8_activations, self._ask, self._load = fp8_activations, ask, load
-        self._capability = capability
+        self._capability, self._graph_tokens = capability, graph_tokens
         # The emulation was asked for by name, beside kernels that are made for the host.
         emulated = self._launch.emulated
         self._priority = int(Priority.OVERRIDE if emulated else Priority.SPECIALIZED)
@@ -75,6 +77,7 @@ class Sm100Kernels:
             "linear": lambda facts: ops.PackedLinear(
                 launch, getattr(torch, facts.dtype), torch.device(facts.device_type)
             ),
+            "embedding": lambda facts: ops.Embedding(launch),
             "rms_norm": lambda facts: ops.RmsNorm(launch),
             "add_rms_norm": lambda facts: ops.AddRmsNorm(launch),
             "rope": lambda facts: ops.Rope(launch),
@@ -87,7 +90,7 @@ class Sm100Kernels:
         return [
             OpProvider(
                 op=op,
-                name="triton",
+                name="gather" if op == "embedding" else "triton",
                 build=make,
                 why_not=self.objection,
                 priority=self._priority,
@@ -95,7 +98,33 @@ class Sm100Kernels:
                 batch_invariant=True,
             )
             for op, make in makers.items()
+        ] + [
+            OpProvider(
+                op="decoder_layers",
+                name="captured",
+                build=self._captured,
+                why_not=self._why_not_captured,
+                priority=self._priority,
+                verified=Verified.EMULATED,
+                batch_invariant=True,
+                handles_of=("linear", "embedding"),
+            )
         ]
+
+    def _captured(self, facts: OpFacts) -> Any:
+        from deepinfer_sm100.captured import CapturedDecoder
+        from deepinfer_sm100.graphs import Graphs
+
+        graphs = Graphs() if self._graph_tokens and not self._launch.emulated else None
+        linear = ops.PackedLinear(
+            self._launch, getattr(torch, facts.dtype), torch.device(facts.device_type)
+        )
+        return CapturedDecoder(self._launch, linear, graphs, self._graph_tokens)
+
+    def _why_not_captured(self, facts: OpFacts) -> str | None:
+        if facts.attention != "sm100":
+            return f"needs attention 'sm100', not {facts.attention!r}"
+        return self.objection(facts)
 
     # ----------------------------------------------------------------------------- libraries
 
@@ -204,4 +233,5 @@ def build(config: Any, context: KernelsContext) -> Sm100Kernels:
         context.device_type,
         libraries=config.libraries,
         fp8_activations=config.fp8_activations,
+        graph_tokens=config.graph_tokens,
     )

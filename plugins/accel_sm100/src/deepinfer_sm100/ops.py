@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.interfaces.kernels import GatedActivation
@@ -148,6 +149,18 @@ class PackedLinear(_Op):
             ROWS=TILE_ROWS, OUTER=columns, INNER=64, num_warps=8,
         )  # fmt: skip
         return out
+
+
+class Embedding(_Op):
+    """``Embedding``: rows are gathered by torch. The handle is the table."""
+
+    def prepare(self, weight: Tensor) -> Tensor:
+        """Keep the table."""
+        return weight.contiguous()
+
+    def run(self, token_ids: Tensor, handle: Tensor) -> Tensor:
+        """[n] int64 -> [n, hidden_size]."""
+        return functional.embedding(token_ids, handle)
 
 
 class RmsNorm(_Op):

@@ -95,7 +95,9 @@ def op_rows(made: Plan) -> list[dict[str, Any]]:
 
     accelerator = made.part(Slot.ACCELERATOR)
     device = device_type(accelerator.component) if accelerator else "cpu"
-    dtype = "float32" if made.config.dtype == "auto" else made.config.dtype
+    dtype: str = made.config.dtype
+    if dtype == "auto":  # what accelerators put first
+        dtype = "float32" if device == "cpu" else "bfloat16"
     wanted = made.config.engine.batch_invariant
     try:
         choices = plan_ops(made, dtype, device, invariant=wanted is not False)

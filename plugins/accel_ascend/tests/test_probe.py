@@ -111,7 +111,7 @@ def test_the_variable_asks_for_it_and_plans_carry_the_label(
 ) -> None:
     host = PluginHost([], discover=True)
     config = apply_environ(
-        EngineConfig(model="m", dtype="bfloat16", engine=EngineOptions(page_size=128)),
+        EngineConfig(model="m", engine=EngineOptions(page_size=128)),
         {"DEEPINFER_ACCELERATOR": "ascend"},
     )
     with pytest.raises(CompositionError, match="davinci_manager"):

@@ -426,10 +426,14 @@ class _Builder:
         path = self._found.checkpoint.path
         kept = self._plan.part(Slot.KV_STORE) is not None
         weights = content_of(path, home / "digests.json") if kept else identity_of(path)
-        attention = self._plan.part(Slot.ATTENTION)
         numerics = {key: details[key] for key in ("dtype", "device", "invariant", "ops")}
-        names = {"weights": weights, "attention": None if attention is None else attention.name}
-        return namespace_of({**self._shape(spec), **numerics, **names}.items())
+        # Attention decides how a page is laid out, and options how numbers in it were computed.
+        made_by = {
+            str(slot): [(part.name, str(part.config)) for part in self._plan.parts_of(slot)]
+            for slot in (Slot.KERNELS, Slot.ATTENTION)
+        }
+        facts = {**self._shape(spec), **numerics, **made_by, "weights": weights}
+        return namespace_of(facts.items())
 
     def _cache(
         self,

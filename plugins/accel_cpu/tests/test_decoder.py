@@ -15,7 +15,11 @@ from torch import Tensor
 from deepinfer_core.checkpoint.dequantize import dequantize
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.checkpoint.tensors import PackedTensor
+from deepinfer_core.engine import assembly
+from deepinfer_core.engine.engine import Engine
+from deepinfer_core.engine.namespace import namespace_of
 from deepinfer_core.interfaces.kernels import OpProvider
+from deepinfer_core.resolve import load_config
 from deepinfer_core.testing.harness import ModelHarness
 from deepinfer_core.testing.numerics import assert_same_bits
 from deepinfer_core.testing.tiny import write_tiny_model
@@ -196,3 +200,20 @@ def test_widths_that_are_no_whole_groups_go_op_by_op(tmp_path: Path) -> None:
     expected = ModelHarness(path, num_pages=32, page_size=8).logits(TOKENS)
     found = harness(path).logits(TOKENS)
     assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_pages_of_other_kernel_options_are_never_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(tmp_path, **SIZES)
+    found: list[str] = []
+
+    def watched(facts: Any) -> str:
+        found.append(namespace_of(facts))
+        return found[-1]
+
+    monkeypatch.setattr(assembly, "namespace_of", watched)
+    for bits in (8, 16, 8):
+        sets = [f'model="{model}"', f"kernels.cpu.activation_bits={bits}"]
+        Engine.from_config(load_config(None, sets=sets), environ={}).close()
+    assert found[0] == found[2] != found[1]

@@ -19,7 +19,8 @@ class KvStorage(TensorStorage):
     """Per layer: keys [num_pages, heads, key_dim, page_size], values [..., page_size, padded dim].
 
     With ``int8`` each vector has a float32 scale, [num_pages, heads, page_size] for keys and for
-    values. Pages leave and enter in core's layout, [heads, page_size, dim].
+    values. Pages leave and enter as they lie here: turned into core's layout, [heads, page_size, dim],
+    they would take five times as long.
     """
 
     def __init__(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> None:
@@ -55,9 +56,9 @@ class KvStorage(TensorStorage):
         return [self._keys, self._values, *self._scales]
 
     def parts(self, page: int) -> list[Tensor]:
-        """Keys, then values, each [layers, heads, page_size, dim], then their scales."""
+        """Keys [layers, heads, dim, page_size], values [..., page_size, dim], then their scales."""
         return [
-            self._keys[:, page].transpose(2, 3),
+            self._keys[:, page],
             self._values[:, page, ..., : self.group.value_dim],
             *(scales[:, page] for scales in self._scales),
         ]

@@ -203,7 +203,8 @@ def test_pages_are_those_of_core(dtype: str, wild: float) -> None:
         q, k, v = world.inputs(16)
         k[3], v[5, 0, 1] = k[3] * wild, wild
         world.step([Rows(sequence_id=0, count=16)], {0: (q, k, v)}, compare=False)
-        pages.append(world.storage.parts(world.known[0].pages[0]))
+        storage: Any = world.storage
+        pages.append(storage.parts(world.known[0].pages[0]))
     (keys, *others), core = pages
     for mine, theirs in zip((keys.transpose(2, 3), *others), core, strict=True):
         assert torch.equal(*(part.contiguous().view(torch.uint8) for part in (mine, theirs)))

@@ -28,7 +28,7 @@ HASTY = plugin("hasty_kernels", offer(Slot.KERNELS, "hasty", build=lambda c, x: 
 
 
 def test_the_plan_says_what_it_computes_with(make_engine: Any) -> None:
-    details = make_engine().plan.details
+    details = make_engine(config={"dtype": "float32"}).plan.details
     assert details["dtype"] == "float32"
     assert details["invariant"] == "true"
     assert "3 layers, 200 pages of 8 tokens, float32" in details["cache"]
@@ -108,7 +108,7 @@ def test_memory_too_small_for_a_page_is_an_error(make_engine: Any) -> None:
 def test_the_plan_says_how_keys_and_values_are_kept(
     make_engine: Any, kv_dtype: str, kept: str
 ) -> None:
-    engine = make_engine(kv_dtype=kv_dtype)
+    engine = make_engine(kv_dtype=kv_dtype, config={"dtype": "float32"})
     assert f"pages of 8 tokens, {kept}" in engine.plan.details["cache"]
 
 

@@ -121,6 +121,7 @@ def make(models: dict[str, Path]) -> Iterator[MakeRunner]:
     ) -> Runner:
         options = {"page_size": 8, "kv_pages": 120, "max_batch_tokens": 64, **options}
         config = EngineConfig(
+            dtype="float32",  # on every machine
             model=str(models[model]),
             cache=cache,
             kv_store=kv_store,

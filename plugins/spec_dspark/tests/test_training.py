@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +14,7 @@ from attrs import evolve
 from click.testing import CliRunner
 
 from deepinfer_core import LLM, EngineConfig, EngineOptions, SamplingParams
+from deepinfer_core.builtin import cpu
 from deepinfer_core.config import Choice
 from deepinfer_core.errors import CompositionError, ConfigError
 from deepinfer_core.testing.tiny import write_tiny_model
@@ -41,6 +42,14 @@ OPTIONS = TrainOptions(
     window=16,
     learning_rate=3e-3,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_float32() -> Iterator[None]:
+    """Engines compute as the trainer does, also where the CPU multiplies bfloat16 best."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_native_bfloat16", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="module")

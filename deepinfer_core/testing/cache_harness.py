@@ -213,13 +213,18 @@ class CacheHarness:
         self.check_pages()
 
     def rollback(self, sequence_id: int, num_tokens: int) -> None:
-        """Take back positions from ``num_tokens`` on, but none that is final."""
+        """Take back positions from ``num_tokens`` on, but none that is final.
+
+        Rows of a hit that are computed again are not final until they are committed: windows may
+        lose them.
+        """
         known = self.known[sequence_id]
         self.cache.rollback(sequence_id, num_tokens)
-        keep = max(num_tokens, known.floor)
+        keep = max(num_tokens, known.committed, known.hit.compute_from)
         if keep < known.reserved:
             known.reserved = keep
-            known.retract(keep)
+            known.written = min(known.written, keep)
+            known.retract(max(keep, known.hit.length))
         self.check_pages()
         for group, spec in enumerate(self.groups):
             kept = max(known.reserved, known.hit.length)
@@ -304,12 +309,18 @@ class CacheHarness:
                 self._check_reads(sequence_id, group)
 
     def check_empty(self) -> None:
-        """With every sequence released, no page is in use."""
+        """With every sequence released, no page is in use, and one more can have all of them."""
         for sequence_id in tuple(self.known):
             self.release(sequence_id)
         self.make_copies()
         used = [usage.used for usage in self.cache.usage()]
         assert not any(used), f"pages leaked: {used} in use without a sequence"
+        everything = 10**9
+        self.open(everything, (0,), "a salt of its own")
+        room = zip(self.groups, self.num_pages, strict=True)
+        most = [spec.page_size * count for spec, count in room if spec.kind is not GroupKind.STATE]
+        assert self.reserve(everything, min(most, default=1)), "an empty device has no room"
+        self.release(everything)
 
     # ------------------------------------------------------------------------------- internals
 

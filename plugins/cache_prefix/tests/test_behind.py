@@ -245,6 +245,25 @@ def test_nobody_waits_for_a_write(make: Any, tokens: Tokens) -> None:
     assert runner.engine.stats().kv_store["written_pages"] > 0
 
 
+def test_blocks_can_go_once_they_are_written(make: Any, tokens: Tokens) -> None:
+    runner = make("full", kv_store=HostConfig(), kv_pages=16)
+    cache, go_on = runner.engine._parts.cache, threading.Event()
+    export = behind(runner)._export_page
+    behind(runner)._export_page = lambda *page: go_on.wait() and export(*page)
+    try:
+        runner.run(tokens(64))
+        runner.run([1, 2, 3], max_tokens=2)
+        cache.open(10**6, [0])
+        # Room for half: the blocks that are being written are passed over, what else is kept goes.
+        done = [cache.reserve(10**6, pages * 8) for pages in (16, 8)]
+    finally:
+        go_on.set()
+    behind(runner).flush()
+    assert done == [False, True]
+    assert cache.usage()[0].reusable == 8
+    assert cache.reserve(10**6, 16 * 8)
+
+
 def test_an_aborted_request_gives_the_pages_of_its_load_back(make: Any, tokens: Tokens) -> None:
     runner = make("full", kv_store=HostConfig(), kv_pages=16)
     runner.run(tokens(70))

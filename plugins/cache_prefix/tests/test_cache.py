@@ -99,6 +99,60 @@ def test_a_shared_beginning_outlives_both_of_its_ends() -> None:
     assert device.open(4, range(2 * PAGE)).length == PAGE
 
 
+def test_an_end_is_passed_over_only_while_a_copy_of_it_is_due() -> None:
+    device = harness((3,))
+    fill(device, 1, range(2))
+    fill(device, 2, range(50, 50 + PAGE))
+    assert device.fork(1, 3, 2)  # gets a copy of the page that is kept for the first one
+    device.release(1)
+    device.release(2)
+    assert device.reserve(3, 2 * PAGE)  # the older end cannot go yet, the other one does
+    device.make_copies()
+    assert device.cache.usage()[0].reusable == 1
+    assert device.reserve(3, 3 * PAGE)
+    device.check_empty()
+
+
+def test_a_fork_that_is_released_at_once_keeps_nothing_that_is_still_to_be_copied() -> None:
+    device = harness((4,))
+    fill(device, 1, range(PAGE + 2))
+    assert device.fork(1, 2, PAGE + 1)
+    device.release(2)
+    assert not device.cache.take_copies()
+    assert device.cache.usage()[0].used == 2
+    assert device.cache.usage()[0].reusable == 0
+    device.check_empty()
+
+
+def test_what_a_fork_shares_is_kept_with_its_tokens() -> None:
+    device = harness((4,))
+    fill(device, 1, range(PAGE + 2))
+    assert device.fork(1, 2, PAGE + 1)
+    device.make_copies()
+    device.release(2)
+    cache: Any = device.cache
+    assert all(node.tokens for node in cache._store.tree)
+    device.check_empty()
+
+
+def test_a_rollback_within_replayed_rows_gives_pages_of_windows_back() -> None:
+    device = harness((12, 12), (FULL, WINDOW), PrefixConfig(replay="exact"))
+    tokens = range(6 * PAGE)
+    fill(device, 1, tokens)
+    device.release(1)
+    hit = device.open(2, [*tokens, 1])
+    assert hit.compute_from < hit.length - PAGE
+    assert device.reserve(2, len(tokens))
+    device.step(2, 1)
+    device.rollback(2, hit.length - PAGE)
+    assert len(device.table(2, 1)) == hit.length // PAGE - 1
+    assert device.known[2].reserved == hit.length - PAGE
+    assert device.reserve(2, len(tokens))
+    device.step(2, len(tokens) - hit.compute_from - 1)
+    device.commit(2, len(tokens))
+    device.check_empty()
+
+
 def test_a_prefix_in_use_counts_as_room() -> None:
     device = harness((5,))
     fill(device, 1, range(3 * PAGE))

@@ -228,6 +228,7 @@ class PrefixCache:
         child = self._new_held(last, parent.hit if num_tokens else Hit(), num_tokens)
         child.committed = child.reserved = num_tokens
         child.keep, child.expires_at_s = parent.keep, parent.expires_at_s
+        child.tokens = parent.tokens  # as far as the child goes; others come with its commits
         if num_tokens:
             for group, index in enumerate(copied):
                 self._fork_group(
@@ -562,7 +563,13 @@ class PrefixCache:
             kept.expires_at_s = max(kept.expires_at_s, held.expires_at_s)
         else:
             pages = [self._own_pages(held, group, end) for group in range(len(self._groups))]
-            held.tail = self._add(held, tokens, cuts, pages)
+            # What is still to be copied was not computed here, and must stay this sequence's alone.
+            if not any(
+                self._copies.is_due(group, page)
+                for group, own in enumerate(pages)
+                for page in own or ()
+            ):
+                held.tail = self._add(held, tokens, cuts, pages)
 
     def _drop_tail(self, held: _Held) -> None:
         """A longer block takes the tail's place."""

@@ -18,8 +18,11 @@ class PageStore:
 
     Blocks leave the tree from their ends: the eviction policy orders the *ends* of what was stored
     (the last block of each sequence), and a victim is taken back block by block until enough pages
-    are free, or a block is reached that something else still needs. Pages of windows and copies of
-    states have orders of their own, since a block may lose them and still be of use.
+    are free, or a block is reached that something else still needs. A victim all of whose pages are
+    held gives nothing: it is passed over, and in order again as soon as one of them is let go,
+    whoever held it (a sequence, a copy that was due, a block being written to a store). Pages of
+    windows and copies of states have orders of their own, since a block may lose them and still be
+    of use.
 
     Args:
         groups: the model's cache groups.
@@ -42,6 +45,8 @@ class PageStore:
         self.tree = Tree(namespace, len(groups))
         self._ends = make_order()
         self._leaving: Node | None = None
+        # (group, page) -> blocks that were passed over while it was held.
+        self._passed_over: dict[tuple[int, int], dict[Node, None]] = {}
         # Of groups that a block may lose: the order of their pages, and whose they are.
         self._orders = {group: make_order() for group in (*rules.windows, *rules.states)}
         self._owners: dict[int, dict[int, Node]] = {group: {} for group in self._orders}
@@ -67,6 +72,10 @@ class PageStore:
             for page in pages:
                 if page in self._owners[group]:
                     self._orders[group].unpin(page)
+        elif self._passed_over:
+            for page in pages:
+                if not self.pools[group].holders(page):
+                    self._reconsider(group, page)
         return freed
 
     def make_room(self, missing: Sequence[int]) -> bool:
@@ -174,8 +183,11 @@ class PageStore:
                     return False
                 node.is_entry = False
             self._leaving = None
-            if node.children or node.is_entry or not node.is_alive or self._is_held(node):
-                continue  # covered by what comes after it, or again once its holder is over
+            if node.children or node.is_entry or not node.is_alive:
+                continue  # covered by what comes after it, or by itself
+            if self._is_held(node):
+                self._pass_over(node)
+                continue
             before = node.parent
             self.remove(node)
             if before.parent is not None:
@@ -189,6 +201,18 @@ class PageStore:
             for page in node.pages[group] or ()
         )
 
+    def _pass_over(self, node: Node) -> None:
+        """Remember an end that has left the order, under each page that it could give."""
+        for group in self._rules.lasting:
+            for page in node.pages[group] or ():
+                self._passed_over.setdefault((group, page), {})[node] = None
+
+    def _reconsider(self, group: int, page: int) -> None:
+        """Nobody holds a page any more: put ends in order that were passed over for it."""
+        for node in self._passed_over.pop((group, page), ()):
+            if not (node.is_entry or node.children):
+                self.cover(node)
+
     def _strip(self, node: Node, group: int) -> None:
         """Take a block's pages of one group away."""
         pages, node.pages[group] = node.pages[group], None
@@ -198,6 +222,9 @@ class PageStore:
             for page in pages:
                 self._orders[group].remove(page)
                 del self._owners[group][page]
+        elif self._passed_over:
+            for page in pages:
+                self._passed_over.get((group, page), {}).pop(node, None)
         self.pools[group].drop(pages)
 
     def _prune(self, node: Node) -> None:

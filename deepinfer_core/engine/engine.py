@@ -377,8 +377,11 @@ class Engine:
 
     # ------------------------------------------------------------------------------- the round
 
-    def step(self) -> list[Delta]:
+    def step(self, on_launch: Callable[[], None] | None = None) -> list[Delta]:
         """Run one round and return what it added; nothing when idle.
+
+        Args:
+            on_launch: see ``EngineSurface.step``.
 
         Raises:
             EngineClosedError: the engine was closed.
@@ -387,7 +390,7 @@ class Engine:
             raise EngineClosedError("the engine is closed; make a new one")
         try:
             if self._failure is None:
-                self._round()
+                self._round(on_launch)
         except EngineError as error:
             self._fail(error)
         except Exception as error:  # a fault of our own must not leave streams hanging
@@ -397,11 +400,11 @@ class Engine:
         self._outbox.clear()
         return deltas
 
-    def _round(self) -> None:
+    def _round(self, on_launch: Callable[[], None] | None) -> None:
         self._end_unwanted()
         if self._compiling:
             self._start_compiled()
-        flight = self._schedule()
+        flight = self._schedule(on_launch)
         if self._flight is not None:
             self._look_at(self._flight)
             self._flight = None
@@ -416,7 +419,7 @@ class Engine:
         else:
             self._look_at(flight)
 
-    def _schedule(self) -> Flight | None:
+    def _schedule(self, on_launch: Callable[[], None] | None) -> Flight | None:
         """Ask the policy and launch what it granted."""
         running = [s for s in self._running if s.wants_more]
         waiting = [s for s in self._waiting if s.wants_more]
@@ -465,7 +468,8 @@ class Engine:
         if self._speculator is not None:
             self._speculator.add_drafts(round_)
         self._launched_s = self._clock()
-        return self._stepper.launch(self._counters.num_steps, list(round_.grants.values()))
+        grants = list(round_.grants.values())
+        return self._stepper.launch(self._counters.num_steps, grants, on_launch)
 
     def _count_time(self, flight: Flight) -> None:
         """Book how long a step took, and tell whoever plans with it."""

@@ -51,6 +51,10 @@ class EngineThread:
         self._stop = _Stop.NO
         self._open = True
         self._channels: dict[str, Channel] = {}
+        self._unread: dict[Channel, None] = {}
+        """Channels with something new whose readers are still to be woken."""
+        self._dead: list[Channel] = []
+        """Channels that nobody can read any more."""
         # A daemon, so that a program that forgets to close can end; `AsyncEngine` stops it then.
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
@@ -170,7 +174,14 @@ class EngineThread:
                 for request_id in self._channels:
                     engine.abort(request_id)
             if engine.has_work:
-                self._deliver(engine, engine.step())
+                # Readers work while the next step computes, and not between two steps, where
+                # this thread and they would wait for each other's interpreter lock.
+                deltas = engine.step(on_launch=self._wake_readers)
+                self._wake_readers()
+                self._deliver(engine, deltas)
+                if not engine.has_work:
+                    self._wake_readers()
+                self._abort_dead(engine)
             elif self._channels:
                 self._end_all("the engine is idle, but requests have no result")
             elif stop is not _Stop.NO:
@@ -195,13 +206,12 @@ class EngineThread:
         return stop
 
     def _deliver(self, engine: EngineSurface, deltas: Iterable[Delta]) -> None:
-        touched: dict[str, Channel] = {}
         finished: dict[str, Channel | None] = {}
         for delta in deltas:
             channel = self._channels.get(delta.request_id)
             if channel is not None:
                 channel.put(delta)
-                touched[delta.request_id] = channel
+                self._unread[channel] = None
             if delta.finished:
                 finished[delta.request_id] = channel
         # Only now: the outputs of one request may end in the same step.
@@ -210,11 +220,22 @@ class EngineThread:
             if result is not None and channel is not None:
                 channel.end(result)
                 del self._channels[request_id]
-        for channel in wake(touched.values()):
-            if self._channels.pop(channel.request_id, None) is not None:
+
+    def _wake_readers(self) -> None:
+        if self._unread:
+            channels = list(self._unread)
+            self._unread.clear()
+            self._dead += wake(channels)
+
+    def _abort_dead(self, engine: EngineSurface) -> None:
+        for channel in self._dead:
+            if self._channels.get(channel.request_id) is channel:
+                del self._channels[channel.request_id]
                 engine.abort(channel.request_id)
+        self._dead.clear()
 
     def _end_all(self, why: str) -> None:
+        self._wake_readers()
         channels = list(self._channels.values())
         self._channels.clear()
         for channel in channels:

@@ -141,11 +141,13 @@ class Stepper:
         self._sampled_rows: dict[int, int] = {}
         self._copies: tuple[PageCopy, ...] = ()
 
-    def launch(self, step: int, grants: Items[Grant]) -> Flight:
-        """Queue a step's forward pass."""
+    def launch(
+        self, step: int, grants: Items[Grant], on_launch: Callable[[], None] | None = None
+    ) -> Flight:
+        """Queue a step's forward pass; just before, call ``on_launch``."""
         flight = Flight(step, list(grants), logit_rows(grants))
         try:
-            self._launch(flight)
+            self._launch(flight, on_launch)
         except Exception as error:  # planning on the host failed; judged like a failed forward pass
             flight.launch_error = error
         return flight
@@ -161,7 +163,7 @@ class Stepper:
             self._recover(flight, left, error)
         self._publish(flight)
 
-    def _launch(self, flight: Flight) -> None:
+    def _launch(self, flight: Flight, on_launch: Callable[[], None] | None = None) -> None:
         self._copies += self._cache.take_copies()
         flight.batch = build_batch(
             step=flight.step,
@@ -173,6 +175,8 @@ class Stepper:
             copies=self._copies,
             taps=() if self._speculator is None else self._speculator.taps,
         )
+        if on_launch is not None:
+            on_launch()
         flight.pending = self._executor.launch(flight.batch)
         self._copies = ()
 

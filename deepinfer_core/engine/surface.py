@@ -89,8 +89,12 @@ class EngineSurface(Protocol):
         """End a request at the next step; False if it is not alive."""
         ...
 
-    def step(self) -> Sequence[Delta]:
-        """Run one round and return what it added."""
+    def step(self, on_launch: Callable[[], None] | None = None) -> Sequence[Delta]:
+        """Run one round and return what it added.
+
+        ``on_launch`` is called at most once, just before a forward pass begins, during which other
+        threads of this process may run; it must not raise.
+        """
         ...
 
     def take_result(self, request_id: str) -> RequestOutput | None:

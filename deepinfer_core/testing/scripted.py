@@ -176,11 +176,13 @@ class ScriptedEngine:
         self._alive[request_id].aborted = True
         return True
 
-    def step(self) -> list[Delta]:
+    def step(self, on_launch: Callable[[], None] | None = None) -> list[Delta]:
         """Give every running output one token."""
         if self.closed:
             raise EngineClosedError("the engine is closed")
         self.steps += 1
+        if on_launch is not None:
+            on_launch()
         deltas: list[Delta] = []
         try:
             if self._before_step is not None:

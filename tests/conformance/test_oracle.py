@@ -163,7 +163,7 @@ class _Scripted:
     def has_work(self) -> bool:
         return bool(self._deltas)
 
-    def step(self) -> list[Delta]:
+    def step(self, on_launch: object = None) -> list[Delta]:
         return [self._deltas.pop(0)]
 
 
@@ -201,7 +201,7 @@ class _WrongOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(self) -> list[Delta]:
+    def step(self, on_launch: object = None) -> list[Delta]:
         deltas = []
         for item in self._engine.step():
             self._left -= len(item.token_ids)

@@ -375,3 +375,20 @@ def test_random_lives_leave_nothing_behind(parts_of: Any) -> None:
         run(engine)
         assert engine.stats().kv_pages_used == 0
         assert engine.stats().num_finished == len(names)
+
+
+def test_on_launch_comes_once_before_the_forward_pass_and_only_with_one(parts_of: Any) -> None:
+    seen: list[str] = []
+
+    def fault(point: str) -> None:
+        if point in ("schedule", "launch", "wait"):
+            seen.append(point)
+            if point == "launch" and seen.count("launch") == 1:
+                raise RuntimeError("a launch that is repeated")
+
+    with faulty_engine(parts_of(), fault) as engine:
+        engine.step(on_launch=lambda: seen.append("told"))
+        assert seen == []
+        submit(engine, "a", [1, 2, 3])
+        engine.step(on_launch=lambda: seen.append("told"))
+        assert seen == ["schedule", "told", "launch", "launch", "wait"]

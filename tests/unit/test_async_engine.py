@@ -516,7 +516,7 @@ def test_a_step_that_breaks_ends_every_stream_and_refuses_new_ones() -> None:
 
 def test_an_idle_engine_with_outstanding_requests_is_an_error_not_a_hang() -> None:
     class Forgetful(ScriptedEngine):
-        def step(self) -> list[Delta]:
+        def step(self, on_launch: object = None) -> list[Delta]:
             self._alive.clear()
             return []
 
@@ -663,3 +663,18 @@ asyncio.run(main())
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "read", "")
+
+
+def test_what_a_step_made_is_read_while_the_next_one_computes() -> None:
+    gate = Gate()
+    scripted = ScriptedEngine(before_step=gate)
+
+    async def body(engine: AsyncEngine) -> None:
+        stream = engine.generate("abc")
+        gate.let(1)
+        assert (await anext(stream)).text == "a"
+        assert scripted.steps == 2  # which waits at the gate
+        gate.open()
+        assert [delta.text async for delta in stream][:2] == ["b", "c"]
+
+    run(scripted, body)

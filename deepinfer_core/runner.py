@@ -128,11 +128,13 @@ class LocalExecutor:
         self._sampled = torch.zeros(0, dtype=torch.int64, device=accelerator.device)
         self._due: deque[PageCopy] = deque()
 
-    def launch(self, batch: Batch) -> Pending[LocalOutput]:
+    def launch(
+        self, batch: Batch, on_launch: Callable[[], None] | None = None
+    ) -> Pending[LocalOutput]:
         """Queue one forward pass."""
         sampled = self._sampled
         self._due.extend(batch.copies)
-        return self._accelerator.launch(lambda: self._forward(batch, sampled))
+        return self._accelerator.launch(lambda: self._forward(batch, sampled, on_launch))
 
     def publish_tokens(self, token_ids: Tensor) -> None:
         """The tokens just sampled, for the next step's ``token_sources``."""
@@ -149,7 +151,9 @@ class LocalExecutor:
             self._storages[copy.group].copy_pages([(copy.source, copy.target)])
             self._due.popleft()
 
-    def _forward(self, batch: Batch, sampled: Tensor) -> LocalOutput:
+    def _forward(
+        self, batch: Batch, sampled: Tensor, on_launch: Callable[[], None] | None
+    ) -> LocalOutput:
         self._copy_pages()
         device, pad = self._accelerator.device, self._accelerator.pad_tokens
         token_ids = _padded(batch.token_ids, pad(batch.num_tokens), device)
@@ -168,6 +172,8 @@ class LocalExecutor:
             group_of=self._group_of,
             device=device,
         )
+        if on_launch is not None:
+            on_launch()
         hidden = self._model.forward(step)
         return LocalOutput(self._model, hidden, num_logits, step.taps, pad)
 

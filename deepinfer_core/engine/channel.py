@@ -105,3 +105,20 @@ def wake(channels: Iterable[Channel]) -> list[Channel]:
 def _set_ready(channels: Iterable[Channel]) -> None:
     for channel in channels:
         channel.ready.set()
+
+
+class WakeUp:
+    """Wakes the readers of channels once, however often and in whatever threads it is called.
+
+    Attributes:
+        dead: channels whose loop is closed, once it was called.
+    """
+
+    def __init__(self, channels: Iterable[Channel]) -> None:
+        self.dead: list[Channel] = []
+        self._left = list(channels)
+
+    def __call__(self) -> None:
+        """Wake whoever was not woken yet."""
+        channels, self._left = self._left, []
+        self.dead += wake(channels)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from deepinfer_core.engine.channel import Channel, wake
+from deepinfer_core.engine.channel import Channel, WakeUp, wake
 from deepinfer_core.engine.surface import EngineSurface
 from deepinfer_core.errors import EngineClosedError, EngineError
 from deepinfer_core.requests import Delta, Request
@@ -51,10 +51,8 @@ class EngineThread:
         self._stop = _Stop.NO
         self._open = True
         self._channels: dict[str, Channel] = {}
-        self._unread: dict[Channel, None] = {}
+        self._unread: list[Channel] = []
         """Channels with something new whose readers are still to be woken."""
-        self._dead: list[Channel] = []
-        """Channels that nobody can read any more."""
         # A daemon, so that a program that forgets to close can end; `AsyncEngine` stops it then.
         self._thread = threading.Thread(target=self._run, name="deepinfer-engine", daemon=True)
         self._thread.start()
@@ -174,18 +172,28 @@ class EngineThread:
                 for request_id in self._channels:
                     engine.abort(request_id)
             if engine.has_work:
-                # Readers work while the next step computes, and not between two steps, where
-                # this thread and they would wait for each other's interpreter lock.
-                deltas = engine.step(on_launch=self._wake_readers)
-                self._wake_readers()
-                self._deliver(engine, deltas)
-                if not engine.has_work:
-                    self._wake_readers()
-                self._abort_dead(engine)
+                self._step(engine)
             elif self._channels:
                 self._end_all("the engine is idle, but requests have no result")
             elif stop is not _Stop.NO:
                 return
+
+    def _step(self, engine: EngineSurface) -> None:
+        # Readers of the last step's tokens work while the next one computes, not between two
+        # steps, where they and this thread would wait for each other's interpreter lock.
+        wake_readers = WakeUp(self._unread)
+        try:
+            deltas = engine.step(on_launch=wake_readers)
+        finally:
+            wake_readers()
+        self._unread = self._deliver(engine, deltas)
+        for channel in wake_readers.dead:
+            if self._channels.get(channel.request_id) is channel:
+                del self._channels[channel.request_id]
+                engine.abort(channel.request_id)
+        if not engine.has_work:
+            wake(self._unread)
+            self._unread = []
 
     def _wait(self, engine: EngineSurface) -> None:
         """Sleep until there is something to do."""
@@ -205,13 +213,15 @@ class EngineThread:
                 command.fail(error)
         return stop
 
-    def _deliver(self, engine: EngineSurface, deltas: Iterable[Delta]) -> None:
+    def _deliver(self, engine: EngineSurface, deltas: Iterable[Delta]) -> list[Channel]:
+        """Put deltas and results into channels; return those channels."""
+        touched: dict[Channel, None] = {}
         finished: dict[str, Channel | None] = {}
         for delta in deltas:
             channel = self._channels.get(delta.request_id)
             if channel is not None:
                 channel.put(delta)
-                self._unread[channel] = None
+                touched[channel] = None
             if delta.finished:
                 finished[delta.request_id] = channel
         # Only now: the outputs of one request may end in the same step.
@@ -220,27 +230,15 @@ class EngineThread:
             if result is not None and channel is not None:
                 channel.end(result)
                 del self._channels[request_id]
-
-    def _wake_readers(self) -> None:
-        if self._unread:
-            channels = list(self._unread)
-            self._unread.clear()
-            self._dead += wake(channels)
-
-    def _abort_dead(self, engine: EngineSurface) -> None:
-        for channel in self._dead:
-            if self._channels.get(channel.request_id) is channel:
-                del self._channels[channel.request_id]
-                engine.abort(channel.request_id)
-        self._dead.clear()
+        return list(touched)
 
     def _end_all(self, why: str) -> None:
-        self._wake_readers()
         channels = list(self._channels.values())
         self._channels.clear()
         for channel in channels:
             channel.end(error=EngineError(why))
-        wake(channels)
+        wake([*self._unread, *channels])
+        self._unread = []
 
     def _finish(self, engine: EngineSurface) -> None:
         with self._changed:

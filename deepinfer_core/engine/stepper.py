@@ -144,7 +144,7 @@ class Stepper:
     def launch(
         self, step: int, grants: Items[Grant], on_launch: Callable[[], None] | None = None
     ) -> Flight:
-        """Queue a step's forward pass; just before, call ``on_launch``."""
+        """Queue a step's forward pass; for ``on_launch`` see ``Executor.launch``."""
         flight = Flight(step, list(grants), logit_rows(grants))
         try:
             self._launch(flight, on_launch)
@@ -175,9 +175,7 @@ class Stepper:
             copies=self._copies,
             taps=() if self._speculator is None else self._speculator.taps,
         )
-        if on_launch is not None:
-            on_launch()
-        flight.pending = self._executor.launch(flight.batch)
+        flight.pending = self._executor.launch(flight.batch, on_launch)
         self._copies = ()
 
     def _try_draw(self, flight: Flight) -> tuple[list[Grant], Exception | None]:

@@ -92,8 +92,8 @@ class EngineSurface(Protocol):
     def step(self, on_launch: Callable[[], None] | None = None) -> Sequence[Delta]:
         """Run one round and return what it added.
 
-        ``on_launch`` is called at most once, just before a forward pass begins, during which other
-        threads of this process may run; it must not raise.
+        ``on_launch`` is called at most once, just before a forward pass computes, during which
+        other threads of this process may run; it may come from another thread and must not raise.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from deepinfer_core.batch import Batch
@@ -33,8 +33,14 @@ class StepOutput(Protocol):
 class Executor(Protocol):
     """Runs batches in order."""
 
-    def launch(self, batch: Batch) -> Pending[StepOutput]:
-        """Queue one forward pass."""
+    def launch(
+        self, batch: Batch, on_launch: Callable[[], None] | None = None
+    ) -> Pending[StepOutput]:
+        """Queue one forward pass.
+
+        ``on_launch`` is called once all is prepared for the model to compute, in the thread that
+        does it; it must not raise.
+        """
         ...
 
     def publish_tokens(self, token_ids: torch.Tensor) -> None:

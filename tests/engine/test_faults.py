@@ -50,9 +50,9 @@ class FaultyExecutor:
         self._inner, self._fault = inner, fault
         self._poison, self._nan, self._lost = poison, nan, lost
 
-    def launch(self, batch: Any) -> Any:
+    def launch(self, batch: Any, on_launch: Any = None) -> Any:
         self._fault("launch")
-        pending = self._inner.launch(batch)
+        pending = self._inner.launch(batch, on_launch)
         bad = POISON in batch.token_ids.tolist()
         return FaultyPending(pending, self, bad, batch)
 
@@ -391,4 +391,6 @@ def test_on_launch_comes_once_before_the_forward_pass_and_only_with_one(parts_of
         assert seen == []
         submit(engine, "a", [1, 2, 3])
         engine.step(on_launch=lambda: seen.append("told"))
-        assert seen == ["schedule", "told", "launch", "launch", "wait"]
+        assert seen == ["schedule", "launch", "launch", "wait"]  # a step repeated tells nobody
+        engine.step(on_launch=lambda: seen.append("told"))
+        assert seen[4:] == ["schedule", "launch", "told", "wait"]

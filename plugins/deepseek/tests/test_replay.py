@@ -58,9 +58,9 @@ def recorded(runner: Runner) -> list[Batch]:
     batches: list[Batch] = []
     launch = executor.launch
 
-    def listening(batch: Batch) -> Any:
+    def listening(batch: Batch, *rest: Any) -> Any:
         batches.append(batch)
-        return launch(batch)
+        return launch(batch, *rest)
 
     executor.launch = listening
     return batches

@@ -168,6 +168,7 @@ class Part:
         self.process_s = 0.0
         self.engine = Thread(0, 0, 0)
         self.server_s: Counter[str] = Counter()
+        self.client_s = 0.0
 
     def add(self, tokens: int, process_s: float, engine: Thread) -> None:
         """Count one round."""
@@ -204,9 +205,10 @@ def own_schedule() -> tuple[float, float]:
 
 def run_served(server: Server, part: Part, streams: int, tokens: int) -> None:
     """Put one round through a server."""
-    before, began_s = server.metrics(), time.perf_counter()
+    before, client_s, began_s = server.metrics(), time.process_time(), time.perf_counter()
     answers = read_all(server, [post(completion(tokens, at)) for at in range(streams)])
     wall_s = time.perf_counter() - began_s
+    part.client_s += time.process_time() - client_s
     after = server.metrics()
     spent = {name: after[name] - before.get(name, 0.0) for name in after}
     found = [tokens_of(answer) for answer in answers]
@@ -276,11 +278,14 @@ def overhead(args: argparse.Namespace) -> tuple[dict[str, Any], Verdict]:
         f"served {served.process_s / served.tokens * 1e3:.3f} ms, of it outside the engine "
         + ", ".join(f"{name} {spent:.0f} µs" for name, spent in micros.items())
     )
+    client = served.client_s / served.tokens * 1e6
+    print(f"processor time of this client, which shares the machine: {client:.0f} µs a token")
     print(f"processor time outside the engine, to that of the engine: {share:.1%}")
     figures = {
         "ratio": ratio,
         "cpu_share": share,
         "micros_per_token": micros,
+        "client_micros_per_token": client,
         "alone": vars(alone) | {"engine": vars(alone.engine)},
         "served": vars(served) | {"engine": vars(served.engine)},
     }

@@ -50,6 +50,41 @@ def test_blocks_survive_the_process(
     assert not any(usage.used for usage in second.engine.stats().pages)
 
 
+@pytest.mark.parametrize("model", ["full", "hybrid", "windows"])
+def test_stores_keep_the_beginning_of_the_last_block(
+    make: Any, tokens: Tokens, tmp_path: Path, model: str
+) -> None:
+    """A quarter of a block is what counts: two tokens here."""
+    store = DiskConfig(directory=str(tmp_path))
+    first = make(model, kv_store=store)
+    first.run(tokens(71))
+    first.engine.close()
+    for same, cached in ((70, 70), (71, 70), (69, 64)):
+        second = make(model, kv_store=store)
+        prompt = [*tokens(same), *tokens(9, 1)]
+        found = second.run(prompt)
+        assert (found.cached_tokens, found.cached_tier) == (cached, "disk"), same
+        assert bits(found) == bits(make(model, "pages").run(prompt))
+        second.engine.close()
+
+
+def test_an_answer_is_continued_to_the_quarter(make: Any, tokens: Tokens, tmp_path: Path) -> None:
+    store = DiskConfig(directory=str(tmp_path))
+    first = make("full", kv_store=store)
+    answer = first.run(tokens(64), max_tokens=8).outputs[0].token_ids
+    first.engine.close()
+    second = make("full", kv_store=store)
+    assert second.run([*tokens(64), *answer, 7, 8]).cached_tokens == 70  # of 71 computed ones
+
+
+def test_the_device_is_not_told_what_it_knows(make: Any, tokens: Tokens) -> None:
+    runner = make("full", kv_store=HostConfig())
+    runner.run(tokens(70))
+    behind(runner).flush()
+    runner.run([*tokens(70), 5])
+    assert runner.engine.stats().kv_store["loads"] == 1
+
+
 def test_what_the_device_evicts_comes_back(make: Any, tokens: Tokens) -> None:
     runner = make("full", kv_store=HostConfig(), kv_pages=16)
     expected = runner.run(tokens(70))
@@ -175,13 +210,13 @@ def test_a_request_says_how_long_its_blocks_are_kept(make: Any, tokens: Tokens) 
     behind(runner).flush()
     after_s = time.time()
     kept = store.times
-    assert len(kept) == 9 + 5 + 5
-    for times in kept[:9]:
+    assert len(kept) == 11 + 6 + 6  # with beginnings of the blocks where prompt and answer end
+    for times in kept[:11]:
         assert before_s + 3600 <= (times["expires_at_s"] or 0) <= after_s + 3600
-    for times in kept[:14]:
+    for times in kept[:17]:
         assert before_s + 60 <= (times["retain_until_s"] or 0) <= after_s + 60
-    assert {times["expires_at_s"] for times in kept[9:]} == {None}
-    assert {times["retain_until_s"] for times in kept[14:]} == {None}
+    assert {times["expires_at_s"] for times in kept[11:]} == {None}
+    assert {times["retain_until_s"] for times in kept[17:]} == {None}
     runner.run(tokens(170, 3))
     assert runner.run(tokens(70)).cached_tier == "host"
     cache = runner.engine._parts.cache
@@ -213,7 +248,7 @@ def test_others_go_on_while_blocks_are_loaded(make: Any, tokens: Tokens) -> None
     stuck = loader.store = Stuck(loader.store)
     waiting = runner.submit(tokens(70))
     runner.engine.step()
-    other = runner.submit([3, 4, 5])
+    other = runner.submit([3, 4])  # too short to be in a store
     while runner.engine.take_result(other) is None:
         runner.engine.step()
     assert runner.engine.take_result(waiting) is None
@@ -251,8 +286,8 @@ def test_blocks_can_go_once_they_are_written(make: Any, tokens: Tokens) -> None:
     export = behind(runner)._export_page
     behind(runner)._export_page = lambda *page: go_on.wait() and export(*page)
     try:
-        runner.run(tokens(64))
-        runner.run([1, 2, 3], max_tokens=2)
+        runner.run(tokens(64), max_tokens=1)
+        runner.run([1], max_tokens=1)
         cache.open(10**6, [0])
         # Room for half: the blocks that are being written are passed over, what else is kept goes.
         done = [cache.reserve(10**6, pages * 8) for pages in (16, 8)]

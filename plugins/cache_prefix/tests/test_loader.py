@@ -119,9 +119,10 @@ def test_pages_are_delivered_in_the_background(store: Gated, make: Any) -> None:
     fill(store, *range(8))
     done, delivered = threading.Event(), {}
 
-    def deliver(at: int, found: StoredPage) -> None:
+    def deliver(at: int, which: int, found: StoredPage) -> bool:
         assert threading.current_thread() is not threading.main_thread()
         delivered[at] = found
+        return True
 
     load = make().load(KEYS, deliver=deliver, notify=done.set)
     wait(load, done)
@@ -129,12 +130,37 @@ def test_pages_are_delivered_in_the_background(store: Gated, make: Any) -> None:
     assert [bytes(found.data) for found in load.pages] == [b""] * 8
 
 
+def test_a_run_ends_after_a_page_that_nothing_may_follow(store: Gated, make: Any) -> None:
+    fill(store, *range(8))
+    done = threading.Event()
+    load = make().load(KEYS, deliver=lambda at, which, found: at != 3, notify=done.set)
+    wait(load, done)
+    assert len(load.pages) == 4
+
+
+def test_other_keys_are_tried_where_the_first_has_nothing(store: Gated, make: Any) -> None:
+    fill(store, 0, 1, 3, 4)
+    done, found = threading.Event(), {}
+
+    def deliver(at: int, which: int, page: StoredPage) -> bool:
+        found[at] = which, page
+        return True
+
+    def otherwise(at: int) -> list[bytes]:
+        return [KEYS[7], KEYS[at + 1]]
+
+    load = make().load(KEYS[:3], otherwise=otherwise, deliver=deliver, notify=done.set)
+    wait(load, done)
+    assert found == {0: (0, page(0)), 1: (0, page(1)), 2: (2, page(3))}
+
+
 def test_a_delivery_that_fails_ends_the_run(store: Gated, make: Any) -> None:
     fill(store, *range(8))
 
-    def deliver(at: int, found: StoredPage) -> None:
+    def deliver(at: int, which: int, found: StoredPage) -> bool:
         if at == 3:
             raise OSError("no")
+        return True
 
     done = threading.Event()
     loader = make()
@@ -158,7 +184,12 @@ def test_a_slow_store_is_a_miss(store: Gated, clock: Clock, make: Any) -> None:
 def test_nothing_is_delivered_after_the_end(store: Gated, clock: Clock, make: Any) -> None:
     delivered: list[int] = []
     loader = make(threads=1, timeout_s=2.0)
-    load = loader.load(KEYS, deliver=lambda at, found: delivered.append(at))
+
+    def deliver(at: int, which: int, found: StoredPage) -> bool:
+        delivered.append(at)
+        return True
+
+    load = loader.load(KEYS, deliver=deliver)
     assert store.entered.acquire(timeout=30)
     clock.now_s = 2.5
     assert loader.ready(load)
@@ -175,9 +206,9 @@ def test_a_load_is_not_done_while_a_page_is_being_delivered(
     fill(store, *range(8))
     inside, leave = threading.Event(), threading.Event()
 
-    def deliver(at: int, found: StoredPage) -> None:
+    def deliver(at: int, which: int, found: StoredPage) -> bool:
         inside.set()
-        leave.wait()
+        return leave.wait()
 
     done = threading.Event()
     loader = make(threads=1)

@@ -10,8 +10,9 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from attrs import define, field
 
@@ -29,6 +30,9 @@ from deepinfer_prefix.tree import Cuts, Node, Pages
 MOST_EXPORTS = 64
 """Blocks that may wait to be copied out; further ones are not written."""
 
+MOST_PARTS = 4
+"""Stores keep the beginning of a block up to a multiple of such a share of it."""
+
 _CUT = struct.Struct("<QQ")
 """``at`` and ``start`` of a cut; those of a block's whole path stand behind its pages."""
 
@@ -39,16 +43,22 @@ class Arrival:
 
     Attributes:
         parent: the block they follow; its path is held.
-        blocks: tokens of each.
+        nodes: the blocks by themselves, of which nothing is known yet but tokens and keys; of the
+            last one that comes only the beginning may.
+        more_than: tokens after ``parent`` that the device has; a shorter beginning is of no use.
+        exact_only: take no approximation.
         pages: for each block its pages, one entry a group; held until the end.
-        cuts: for each block that arrived, the cuts on its path as they were stored.
+        found: for each block that arrived, how much of it, and the cuts on its path as they were
+            stored.
         load: what the loader knows.
     """
 
     parent: Node
-    blocks: list[bytes]
+    nodes: list[Node]
+    more_than: int
+    exact_only: bool
     pages: list[list[Pages | None]]
-    cuts: list[Cuts] = field(init=False)
+    found: dict[int, tuple[Node, Cuts]] = field(factory=dict)
     load: Load = field(init=False)
 
 
@@ -79,6 +89,12 @@ class Behind:
         # Windows that can be computed again are not worth their bytes.
         windows = rules.windows if rules.snapshots and rules.replay_rows is None else ()
         self._stored = tuple(sorted((*rules.lasting, *windows)))
+        grains = rules.block_tokens // rules.grain
+        self._part_tokens = rules.grain * next(
+            count
+            for count in range(1, grains + 1)
+            if grains % count == 0 and grains // count <= MOST_PARTS
+        )
         self._loader = PageLoader(context.kv_store)
         self._copier = ThreadPoolExecutor(1, "deepinfer-pages-out")
         self._exporting = 0
@@ -99,8 +115,11 @@ class Behind:
     # ------------------------------------------------------------------------- writing behind
 
     def save(self, node: Node, keep: Keep) -> None:
-        """Write a block that was just computed, soon."""
-        pages = self._pages_of(node)
+        """Write a block that was just computed, soon; of an unfinished one its beginning."""
+        part = self._beginning(node)
+        if part is None:
+            return
+        node, pages = part, self._pages_of(part)
         if pages is None or self._exporting >= MOST_EXPORTS:
             self.num_not_written += 1
             return
@@ -114,6 +133,24 @@ class Behind:
             "retain_until_s": self._from_now_s(keep.retain_s),
         }
         self._copier.submit(self._export, node.key, content, node.cuts, pages, times)
+
+    def _beginning(self, node: Node) -> Node | None:
+        """As much of a block as stores keep, None if that is nothing."""
+        count = len(node.tokens) // 4
+        kept = count - count % self._part_tokens
+        if kept == count:
+            return node
+        if not kept:
+            return None
+        cuts = tuple(cut for cut in node.own_cuts if cut.at < node.start + kept)
+        return Node(node.parent, node.tokens[: 4 * kept], cuts, self._first_pages(node.pages, kept))
+
+    def _first_pages(self, pages: Sequence[Pages | None], num_tokens: int) -> list[Pages | None]:
+        """Those of a block's pages that its first tokens need."""
+        return [
+            None if own is None else own[: spec.pages_for(num_tokens)]
+            for own, spec in zip(pages, self._groups, strict=True)
+        ]
 
     def _from_now_s(self, seconds: float | None) -> float | None:
         return None if seconds is None else self.now_s() + seconds
@@ -151,40 +188,57 @@ class Behind:
 
     # -------------------------------------------------------------------------------- loading
 
-    def fetch(self, parent: Node, blocks: list[bytes], *, exact_only: bool) -> Arrival | None:
-        """Begin to load blocks that follow ``parent``, whose path the caller holds.
+    def may_have(self, num_tokens: int, more_than: int) -> bool:
+        """Whether so many tokens may be in a store, and be more than there are already."""
+        return num_tokens - num_tokens % self._part_tokens > more_than
+
+    def fetch(
+        self, parent: Node, data: bytes, *, more_than: int, exact_only: bool
+    ) -> Arrival | None:
+        """Begin to load what follows ``parent``, whose path the caller holds.
 
         Args:
             parent: the block before.
-            blocks: tokens of each.
+            data: tokens, four bytes each.
+            more_than: how many of them the device has.
             exact_only: take no approximation.
 
         Returns:
             None if there is no room for them.
         """
+        size, part = 4 * self._rules.block_tokens, 4 * self._part_tokens
+        nodes, node = [], parent
+        for at in range(0, len(data) - len(data) % part, size):
+            tokens = data[at : at + size]
+            node = Node(node, tokens[: len(tokens) - len(tokens) % part], (), [])
+            nodes.append(node)
         counts = [
-            len(blocks) * self._rules.block_tokens // spec.page_size if group in self._stored else 0
+            len(nodes) * self._rules.block_tokens // spec.page_size if group in self._stored else 0
             for group, spec in enumerate(self._groups)
         ]
-        if not blocks or not self._store.make_room(counts):
+        if not self._store.make_room(counts):
             return None
-        nodes, node = [], parent
-        for tokens in blocks:  # by themselves: nothing is known of them yet but their names
-            node = Node(node, tokens, (), [])
-            nodes.append(node)
-        arrival = Arrival(parent, blocks, [self._take_pages() for _ in blocks])
-        arrival.cuts = [()] * len(blocks)
-        keys = [node.key for node in nodes]
-        # What follows an approximation is one, and is named so already.
-        only_these = exact_only or bool(parent.cuts)
+        pages = [self._take_pages() for _ in nodes]
+        arrival = Arrival(parent, nodes, more_than, exact_only, pages)
         arrival.load = self._loader.load(
-            keys,
-            otherwise=() if only_these else list(map(bounded_key, keys)),
+            [node.key for node in nodes],
+            otherwise=lambda at: (key for _, key in islice(self._tries(arrival, at), 1, None)),
             contents=[node.content for node in nodes],
             exact_only=exact_only,
-            deliver=lambda at, page: self._import(arrival, at, page),
+            deliver=lambda at, which, page: self._import(arrival, at, which, page),
         )
         return arrival
+
+    def _tries(self, arrival: Arrival, at: int) -> Iterator[tuple[Node, bytes]]:
+        """What would do at a place, best first: the block, an approximation, its beginnings."""
+        node, part = arrival.nodes[at], 4 * self._part_tokens
+        least = 4 * arrival.more_than if at == 0 else 0
+        for size in range(len(node.tokens), least, -part):
+            some = Node(node.parent, node.tokens[:size], (), [])
+            yield some, some.key
+            # What follows an approximation is one, and is named so already.
+            if not arrival.exact_only and not some.cuts:
+                yield some, bounded_key(some.key)
 
     def _take_pages(self) -> list[Pages | None]:
         return [
@@ -194,13 +248,15 @@ class Behind:
             for group, spec in enumerate(self._groups)
         ]
 
-    def _import(self, arrival: Arrival, at: int, block: StoredPage) -> None:
-        """Copy a block in; on one of the loader's threads."""
+    def _import(self, arrival: Arrival, at: int, which: int, block: StoredPage) -> bool:
+        """Copy a block in, on one of the loader's threads; whether others may follow it."""
+        node, _ = next(islice(self._tries(arrival, at), which, None))
+        pages = self._first_pages(arrival.pages[at], len(node.tokens) // 4)
         data, start = memoryview(block.data), 0
         sizes = [
             (group, page, self._groups[group].bytes_per_page)
             for group in self._stored
-            for page in arrival.pages[at][group] or ()
+            for page in pages[group] or ()
         ]
         rest = len(data) - sum(size for _, _, size in sizes)
         if rest < 0 or rest % _CUT.size or (rest == 0) != block.exact:
@@ -209,7 +265,8 @@ class Behind:
             self._import_page(group, page, data[start : start + size])
             start += size
         cuts = _CUT.iter_unpack(data[start:]) if rest else ()
-        arrival.cuts[at] = tuple(Cut(at=where, start=begin) for where, begin in cuts)
+        arrival.found[at] = node, tuple(Cut(at=where, start=begin) for where, begin in cuts)
+        return len(node.tokens) == 4 * self._rules.block_tokens
 
     def has_arrived(self, arrival: Arrival) -> bool:
         """Whether nothing more will come."""
@@ -219,14 +276,15 @@ class Behind:
         """Keep the blocks that arrived, and give the other pages back; the tier they came from."""
         node = arrival.parent
         for at, stored in enumerate(arrival.load.pages):
+            part, cuts = arrival.found[at]
             # A block that was computed after another approximation does not belong here.
-            before, own = arrival.cuts[at][: len(node.cuts)], arrival.cuts[at][len(node.cuts) :]
+            before, own = cuts[: len(node.cuts)], cuts[len(node.cuts) :]
             if before != node.cuts or any(cut.at < node.end for cut in own):
                 break
-            tokens = arrival.blocks[at]
-            known = node.children.get((tokens, own))
+            known = node.children.get((part.tokens, own))
             if known is None:
-                known = self._store.add(node, tokens, own, arrival.pages[at])
+                pages = self._first_pages(arrival.pages[at], len(part.tokens) // 4)
+                known = self._store.add(node, part.tokens, own, pages)
                 known.expires_at_s = self._device_time(stored.expires_at_s)
             node = known
         self._give_back(arrival.pages)

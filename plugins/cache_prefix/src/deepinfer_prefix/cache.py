@@ -335,19 +335,19 @@ class PrefixCache:
         cuts, data = asked.cuts, asked.data
         if self._behind is None or not self._behind.can_store or cuts:
             return None
-        size = 4 * self._rules.block_tokens
-        match = self._lookup.match(asked.root, data, cuts).whole()
-        blocks = [
-            data[at : at + size] for at in range(4 * match.length, len(data) - size + 1, size)
-        ]
-        if not blocks:
+        match = self._lookup.match(asked.root, data, cuts)
+        known, match = match.length, match.whole()
+        rest, more_than = data[4 * match.length :], known - match.length
+        if not self._behind.may_have(len(rest) // 4, more_than):
             return None
         start = Start(match=match, compute_from=match.length, cuts=match.cuts)
         held = self._begin(start, asked.num_tokens)
         if held is None:
             return None
         exact_only = cuts is not None or not self._rules.approximates
-        arrival = self._behind.fetch(match.deepest, blocks, exact_only=exact_only)
+        arrival = self._behind.fetch(
+            match.deepest, rest, more_than=more_than, exact_only=exact_only
+        )
         if arrival is not None:
             return _Coming(held, arrival, asked)
         self._end(held)
@@ -509,8 +509,7 @@ class PrefixCache:
         node = before.children.get((tokens, cuts))
         if node is None:
             node = self._add(held, tokens, cuts, pages)
-            if self._behind is not None and self._behind.can_store:
-                self._behind.save(node, held.keep or Keep())
+            self._save(held, node)
         else:
             node.expires_at_s = max(node.expires_at_s, held.expires_at_s)
             self._use(held, node, pages)
@@ -522,6 +521,10 @@ class PrefixCache:
         node = self._store.add(held.last, tokens, cuts, pages)
         node.expires_at_s = held.expires_at_s
         return node
+
+    def _save(self, held: _Held, node: Node) -> None:
+        if self._behind is not None and self._behind.can_store:
+            self._behind.save(node, held.keep or Keep())
 
     def _use(self, held: _Held, node: Node, own: list[Pages | None]) -> None:
         """Give the pages of a block up for those of the same block that are kept already."""
@@ -570,6 +573,7 @@ class PrefixCache:
                 for page in own or ()
             ):
                 held.tail = self._add(held, tokens, cuts, pages)
+                self._save(held, held.tail)
 
     def _drop_tail(self, held: _Held) -> None:
         """A longer block takes the tail's place."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from attrs import evolve
 
 from deepinfer_core.interfaces.kv_store import PageStatus, StoredPage
 
-Deliver = Callable[[int, StoredPage], None]
-"""Called on a background thread with the place of a page in the run, and the page."""
+Deliver = Callable[[int, int, StoredPage], bool]
+"""Called on a background thread with the place of a page in the run, which of the keys of that
+place it was under (0 = the first), and the page; whether the run may go on after it."""
+
+Otherwise = Callable[[int], Iterable[bytes]]
+"""Called on a background thread with a place: further keys to try where nothing is under the first.
+"""
 
 
 class Load:
@@ -18,7 +23,6 @@ class Load:
 
     Attributes:
         keys: what was asked for, in order.
-        otherwise: for each, a second key to try where nothing is under the first; or nothing.
         pages: the leading pages that arrived, as long as the hit; without their data if they were
             delivered.
         missing: why the page after them did not arrive, where the store was asked.
@@ -29,13 +33,13 @@ class Load:
         keys: Sequence[bytes],
         contents: Sequence[bytes],
         *,
-        otherwise: Sequence[bytes] = (),
+        otherwise: Otherwise | None = None,
         exact_only: bool,
         deliver: Deliver | None,
         deadline_s: float,
         notify: Callable[[], None] | None,
     ) -> None:
-        self.keys, self.otherwise = tuple(keys), tuple(otherwise)
+        self.keys, self._otherwise = tuple(keys), otherwise
         self.contents = tuple(contents) or (b"",) * len(self.keys)
         self.pages: tuple[StoredPage, ...] = ()
         self.missing: PageStatus | None = None
@@ -78,6 +82,12 @@ class Load:
 
     # ------------------------------------------------------------------ on background threads
 
+    def keys_at(self, at: int) -> Iterator[bytes]:
+        """What to try at a place, one after the other."""
+        yield self.keys[at]
+        if self._otherwise is not None:
+            yield from self._otherwise(at)
+
     def take(self) -> int | None:
         """The place of the next page to load, None if there is none."""
         with self._lock:
@@ -87,8 +97,21 @@ class Load:
             self._active += 1
             return self._next - 1
 
-    def arrive(self, at: int, page: StoredPage | None, missing: PageStatus | None = None) -> bool:
+    def arrive(
+        self,
+        at: int,
+        page: StoredPage | None,
+        missing: PageStatus | None = None,
+        *,
+        which: int = 0,
+    ) -> bool:
         """A page was got, or (None) the run ends before it; whether it became part of the load.
+
+        Args:
+            at: its place.
+            page: what was got.
+            missing: why nothing was got.
+            which: which of the place's keys it was under.
 
         Raises:
             Exception: whatever ``deliver`` raised; the run ends before that page.
@@ -99,7 +122,9 @@ class Load:
             if page is not None and self._begin_delivery():
                 try:
                     if self._deliver is not None:
-                        self._deliver(at, page)
+                        if not self._deliver(at, which, page):
+                            with self._lock:
+                                self._end = min(self._end, at + 1)
                         page = evolve(page, data=b"")
                     self._arrived[at] = page
                     return True

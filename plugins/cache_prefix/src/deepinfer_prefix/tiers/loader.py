@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from attrs import define, field, frozen
 
 from deepinfer_core.interfaces.kv_store import KvStore, PageStatus, StoredPage
 from deepinfer_core.log import get_logger
-from deepinfer_prefix.tiers.load import Deliver, Load
+from deepinfer_prefix.tiers.load import Deliver, Load, Otherwise
 
 MAINTAIN_EVERY_S = 2.0
 
@@ -112,7 +112,7 @@ class PageLoader:
         self,
         keys: Sequence[bytes],
         *,
-        otherwise: Sequence[bytes] = (),
+        otherwise: Otherwise | None = None,
         contents: Sequence[bytes] = (),
         exact_only: bool = True,
         deliver: Deliver | None = None,
@@ -122,7 +122,7 @@ class PageLoader:
 
         Args:
             keys: in the order of the pages.
-            otherwise: for each, a second key to try where nothing is under the first; or nothing.
+            otherwise: says what else to try at a place where nothing is under its key.
             contents: digests of their tokens alone (``explain.contents``), or nothing; with them
                 a miss is explained better.
             exact_only: end the run before a page that is not exact.
@@ -260,21 +260,28 @@ class PageLoader:
     def _load(self, load: Load, at: int) -> None:
         page: StoredPage | None = None
         missing: PageStatus | None = None
+        which = 0
         try:
-            page = self.store.get(load.keys[at])
-            if page is None and load.otherwise:
-                page = self.store.get(load.otherwise[at])
+            which, page = self._first_of(load.keys_at(at))
             if page is None:
                 missing = self.store.explain(load.keys[at], load.contents[at])
         except Exception as error:
             self._failed("get", error)
         try:
-            if load.arrive(at, page, missing):
+            if load.arrive(at, page, missing, which=which):
                 self._count("loaded_pages")
         except Exception as error:
             self._failed("deliver", error)
         if load.done:
             self._forget(load)
+
+    def _first_of(self, keys: Iterable[bytes]) -> tuple[int, StoredPage | None]:
+        """The first page that is there, and which of the keys it is under."""
+        for which, key in enumerate(keys):
+            page = self.store.get(key)
+            if page is not None:
+                return which, page
+        return 0, None
 
     def _write(self, write: _Write) -> None:
         kept = False

@@ -204,12 +204,13 @@ class BlockDrafter(Protocol):
         """
         ...
 
-    def hidden(
+    def block(
         self,
         anchors: torch.Tensor,
         positions: Sequence[int],
         contexts: Sequence[DraftContext],
-    ) -> torch.Tensor:
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The parallel part.
 
         Args:
@@ -217,14 +218,34 @@ class BlockDrafter(Protocol):
                 with ``lookahead`` the rows before them, as in ``context``.
             positions: of the anchors.
             contexts: what each sequence's block sees.
+            rows: leading rows of each block that are wanted.
 
         Returns:
-            [n, block_size, hidden_size].
+            What `correct` and `confidence_logits` are told of each row, [n, rows, anything], and
+            the rows' logits before any correction, [n, rows, draft vocabulary].
         """
         ...
 
-    def base_logits(self, hidden: torch.Tensor, rows: int) -> torch.Tensor:
-        """Logits of the first rows, [n, rows, draft vocabulary], before any correction."""
+    def likeliest(
+        self,
+        anchors: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        positions: Sequence[int],
+        contexts: Sequence[DraftContext],
+        rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Draft in one go where every draft is the likeliest token; None = it cannot.
+
+        Args:
+            anchors: as for `block`.
+            anchor_ids: [n] int64, the newest tokens.
+            positions: as for `block`.
+            contexts: as for `block`.
+            rows: drafts of each sequence.
+
+        Returns:
+            Token ids [n, rows], and what `confidence_logits` says of each, [n, rows].
+        """
         ...
 
     def embed_previous(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -237,7 +258,7 @@ class BlockDrafter(Protocol):
         """What to add to a row's logits, [n, draft vocabulary], and the state for the next row.
 
         Args:
-            hidden: [n, hidden_size], of the row.
+            hidden: [n, anything], of the row, from `block`.
             embedded: [n, rank], of the token before.
             state: of the row before, None for the first.
         """

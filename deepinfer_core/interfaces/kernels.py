@@ -170,6 +170,179 @@ class DecoderLayers(Protocol):
         ...
 
 
+@frozen(kw_only=True, eq=False)
+class DraftLayerWeights:
+    """One layer of a draft model as "draft_block" receives it; handles are those of op "linear".
+
+    Attributes:
+        input_norm: [hidden_size].
+        middle_norm: [hidden_size].
+        head_norms: as in ``DecoderLayerWeights``.
+        qkv: projection of a block's rows to queries, keys and values.
+        keys_values: projection of context rows to keys and values.
+        output: projection of attention's result.
+        gate_up: projection to gate and up.
+        down: projection back.
+    """
+
+    input_norm: torch.Tensor
+    middle_norm: torch.Tensor
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: Any
+    keys_values: Any
+    output: Any
+    gate_up: Any
+    down: Any
+
+
+@frozen(kw_only=True, eq=False)
+class DraftBlockWeights:
+    """A block drafter of plain decoder layers.
+
+    Attributes:
+        context: handle, target layer outputs side by side -> [hidden_size].
+        context_norm: [hidden_size].
+        layers: the layers, in order.
+        final_norm: [hidden_size].
+        head: handle, [hidden_size] -> what is wanted of each row.
+        mask: [hidden_size], the input of every row of a block but its first.
+        cos: as in ``DecoderWeights``.
+        sin: likewise.
+        norm_eps: of every norm.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of a feed-forward.
+        num_heads: query heads.
+        num_kv_heads: key heads.
+        head_dim: numbers per head.
+    """
+
+    context: Any
+    context_norm: torch.Tensor
+    layers: tuple[DraftLayerWeights, ...]
+    final_norm: torch.Tensor
+    head: Any
+    mask: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norm_eps: float
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@frozen(kw_only=True, eq=False)
+class DraftPast:
+    """What one sequence's block sees of the past in one layer.
+
+    Attributes:
+        keys: [n, num_kv_heads, head_dim], float32.
+        values: likewise.
+        unseen: for each row of the block, how many of the first positions it does not see.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    unseen: Sequence[int]
+
+
+@frozen(kw_only=True, eq=False)
+class DraftChainWeights:
+    """Markov and confidence heads of a block drafter (DSpark, arXiv 2607.05147).
+
+    Behind its logits each row has ``parts``: what it adds to ``inner``'s outputs (none for
+    "vanilla"), then, with ``says``, one number that it adds to the confidence's logit.
+
+    Attributes:
+        kind: "vanilla", "gated" or "rnn".
+        table: [vocab_size, rank], embeds the token before a row.
+        inner: gated: [rank, rank], of the embedding; rnn: [3 * rank, 2 * rank], of state and
+            embedding; None for vanilla.
+        sure: [rank], what the embedding adds to the confidence, None for nothing.
+        bias: handle of op "linear", [rank] -> [draft_vocab_size].
+        ids: [draft_vocab_size] int64, token ids.
+        says: whether there is a confidence head.
+    """
+
+    kind: str
+    table: torch.Tensor
+    inner: torch.Tensor | None
+    sure: torch.Tensor | None
+    bias: Any
+    ids: torch.Tensor
+    says: bool
+
+
+class DraftBlock(Protocol):
+    """Optional op "draft_block": the parts of a draft pass, each in one call.
+
+    Rows of a block see the past, less what is ``unseen``, and all rows of their block. Norms,
+    rotation and feed-forward are those of a decoder layer. ``DraftRunner`` of ``deepinfer_dspark``
+    computes the same op by op.
+    """
+
+    def prepare(self, weights: DraftBlockWeights) -> Any:
+        """Make a handle, or None where these weights cannot be served; runs once at load."""
+        ...
+
+    def context(
+        self, features: torch.Tensor, positions: torch.Tensor, handle: Any
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of context rows.
+
+        Args:
+            features: [n, inputs of ``context``], float32.
+            positions: [n], int64.
+            handle: from `prepare`.
+
+        Returns:
+            Per layer (keys, values), [n, num_kv_heads, head_dim] float32 each.
+        """
+        ...
+
+    def run(
+        self,
+        anchors: torch.Tensor,
+        positions: Sequence[int],
+        block_size: int,
+        pasts: Sequence[Sequence[DraftPast]],
+        wanted: int,
+        handle: Any,
+    ) -> torch.Tensor:
+        """[n, wanted, outputs of ``head``], float32.
+
+        Args:
+            anchors: [n, hidden_size], float32, the first row of each block.
+            positions: of the anchors; the rows behind them follow.
+            block_size: rows of a block.
+            pasts: by layer and sequence.
+            wanted: leading rows of a block that are asked for.
+            handle: from `prepare`.
+        """
+        ...
+
+    def prepare_chain(self, weights: DraftChainWeights) -> Any:
+        """Make a handle for `chain`; runs once at load."""
+        ...
+
+    def chain(
+        self, rows: torch.Tensor, anchors: torch.Tensor, handle: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draft the likeliest tokens from left to right.
+
+        Args:
+            rows: [n, wanted, draft_vocab_size + parts], float32.
+            anchors: [n] int64, the tokens before the first rows.
+            handle: from `prepare_chain`.
+
+        Returns:
+            Token ids [n, wanted], the first of several that are equally likely, and logits of
+            confidence [n, wanted], undefined without a confidence head.
+        """
+        ...
+
+
 @frozen(kw_only=True)
 class KernelsContext:
     """What a kernels builder receives."""

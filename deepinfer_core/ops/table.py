@@ -24,8 +24,9 @@ OP_NAMES = (
 )
 """Ops of the core, the keys of ``reference.OPS``; known here without importing torch."""
 
-OPTIONAL_OPS = ("decoder_layers",)
-"""Ops that a model uses where somebody serves them; see ``interfaces.kernels.DecoderLayers``."""
+OPTIONAL_OPS = ("decoder_layers", "draft_block")
+"""Ops that are used where somebody serves them; see ``DecoderLayers`` and ``DraftBlock`` of
+``interfaces.kernels``."""
 
 
 @frozen(kw_only=True)

@@ -63,10 +63,9 @@ def test_drafts_are_those_of_the_slow_model(drafting: Path, length: int, keep: i
     positions = np.arange(cut, length)
     layers = drafter.context(torch.cat(rows)[cut:], positions)
     anchor = torch.tensor(tokens[-1:])
-    hidden = drafter.hidden(
-        model.model.embed(anchor), [length], [Context(positions=positions, layers=layers)]
-    )
-    base, previous, state = drafter.base_logits(hidden, 3), anchor, None
+    context = Context(positions=positions, layers=layers)
+    hidden, base = drafter.block(model.model.embed(anchor), [length], [context], 3)
+    previous, state = anchor, None
     found, sure = [], []
     for row in range(3):
         embedded = drafter.embed_previous(previous)

@@ -167,8 +167,7 @@ def test_drafts_are_those_of_transformers(tiny_mtp: Path, chunks: list[int]) -> 
     assert draft.token_ids == ()
     runner = drafter._runner
     held = drafter._pairs.anchors([request])
-    hidden = runner.hidden(held, [41], [drafter._contexts[1]])
-    found = runner.base_logits(hidden, 1)[0, 0]
+    found = runner.block(held, [41], [drafter._contexts[1]], 1)[1][0, 0]
     assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 

@@ -12,7 +12,7 @@ import torch
 from deepinfer_dspark.checkpoint import DraftCheckpoint
 from deepinfer_dspark.context import ContextCache
 from deepinfer_dspark.network import DraftNetwork
-from deepinfer_dspark.runner import DraftRunner
+from deepinfer_dspark.runner import DraftRunner, past
 from deepinfer_dspark.shape import parameter_sizes
 from deepinfer_dspark.training.blocks import Shared, run_blocks
 from deepinfer_dspark.training.data import Text
@@ -42,6 +42,19 @@ def parts(
     return network, shared, text
 
 
+def hidden(
+    runner: DraftRunner, anchors: torch.Tensor, positions: list[int], caches: list[ContextCache]
+) -> torch.Tensor:
+    pasts = [
+        [
+            past(cache, layer, at, runner.block_size, window)
+            for cache, at in zip(caches, positions, strict=True)
+        ]
+        for layer, window in enumerate(runner._shape.windows)
+    ]
+    return runner.hidden_by_ops(anchors, positions, pasts)
+
+
 WINDOWED = {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 9}
 
 
@@ -51,7 +64,9 @@ def test_drafting_sees_what_training_saw(make_checkpoint: Maker, changes: dict[s
     anchors = torch.tensor([1, 5, 17, 33])
     expected = run_blocks(network, shared, text, anchors).hidden
     mask = shared.embedding[network.shape.mask_token_id]
-    runner = DraftRunner(network, shared.head, mask, network.shape.block_size)
+    runner = DraftRunner(
+        network, shared.head, mask, network.shape.block_size, shared.draft_vocab_ids
+    )
     caches = []
     for anchor in anchors.tolist():
         cache = ContextCache(runner.window)
@@ -59,14 +74,16 @@ def test_drafting_sees_what_training_saw(make_checkpoint: Maker, changes: dict[s
             positions = np.arange(position, min(position + 3, anchor))
             cache.append(positions, runner.context(text.features[positions].float(), positions))
         caches.append(cache)
-    found = runner.hidden(shared.embedding[text.token_ids[anchors]], anchors.tolist(), caches)
+    found = hidden(runner, shared.embedding[text.token_ids[anchors]], anchors.tolist(), caches)
     torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_old_context_is_dropped_and_nothing_changes(make_checkpoint: Maker) -> None:
     network, shared, text = parts(make_checkpoint(**WINDOWED), length=500)
     mask = shared.embedding[network.shape.mask_token_id]
-    runner = DraftRunner(network, shared.head, mask, network.shape.block_size)
+    runner = DraftRunner(
+        network, shared.head, mask, network.shape.block_size, shared.draft_vocab_ids
+    )
     cache = ContextCache(runner.window)
     for position in range(490):
         positions = np.array([position])
@@ -74,7 +91,7 @@ def test_old_context_is_dropped_and_nothing_changes(make_checkpoint: Maker) -> N
     assert cache.length < 300
     anchor = torch.tensor([490])
     expected = run_blocks(network, shared, text, anchor).hidden
-    found = runner.hidden(shared.embedding[text.token_ids[anchor]], [490], [cache])
+    found = hidden(runner, shared.embedding[text.token_ids[anchor]], [490], [cache])
     torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=1e-4)
 
 

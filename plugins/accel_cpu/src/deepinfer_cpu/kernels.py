@@ -12,6 +12,7 @@ from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvide
 from deepinfer_cpu import experts, library, ops
 from deepinfer_cpu.channel_linear import NativeChannelLinear
 from deepinfer_cpu.decoder import NativeDecoderLayers
+from deepinfer_cpu.draft_block import NativeDraftBlock
 from deepinfer_cpu.weights import PACKED_FORMATS
 
 
@@ -75,6 +76,15 @@ class CpuKernels:
                 priority=Priority.SPECIALIZED + 1,
                 batch_invariant=True,
                 handles_of=("linear", "embedding"),
+            ),
+            OpProvider(
+                op="draft_block",
+                name=self._level,
+                build=lambda facts: NativeDraftBlock(native),
+                why_not=objection,
+                priority=Priority.SPECIALIZED + 1,
+                batch_invariant=True,
+                handles_of=("linear",),
             ),
         ]
         single = [

@@ -161,3 +161,78 @@ class Step(ctypes.Structure):
         ("rows", c_int64),
         ("num_wanted", c_int64),
     )
+
+
+class DraftBlock(ctypes.Structure):
+    """``di::DraftBlock`` of ``draft.h``: the parallel part of a draft model."""
+
+    _fields_ = (
+        ("decoder", Decoder),
+        ("context", c_void_p),
+        ("context_norm", c_void_p),
+        ("keys_values", c_void_p),
+        ("head", c_void_p),
+    )
+
+
+class DraftPast(ctypes.Structure):
+    """``di::DraftPast`` of ``draft.h``: what one sequence sees in one layer."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("count", c_int64))
+
+
+class DraftStep(ctypes.Structure):
+    """``di::DraftStep`` of ``draft.h``: one draft pass."""
+
+    _fields_ = (
+        ("anchors", c_void_p),
+        ("mask", c_void_p),
+        ("positions", c_void_p),
+        ("past", c_void_p),
+        ("unseen", c_void_p),
+        ("out", c_void_p),
+        ("num_sequences", c_int64),
+        ("block", c_int64),
+        ("wanted", c_int64),
+    )
+
+
+class DraftChain(ctypes.Structure):
+    """``di::DraftChain`` of ``draft.h``: the sequential part of a draft model."""
+
+    _fields_ = (
+        ("table", c_void_p),
+        ("inner", c_void_p),
+        ("sure", c_void_p),
+        ("bias", c_void_p),
+        ("ids", c_void_p),
+        ("rank", c_int64),
+        ("kind", c_int32),
+        ("says", c_int32),
+    )
+
+
+class DraftChainStep(ctypes.Structure):
+    """``di::DraftChainStep`` of ``draft.h``: the rows of one draft pass, from left to right."""
+
+    _fields_ = (
+        ("rows", c_void_p),
+        ("anchors", c_void_p),
+        ("tokens", c_void_p),
+        ("confidence", c_void_p),
+        ("num_sequences", c_int64),
+        ("wanted", c_int64),
+        ("stride", c_int64),
+    )
+
+
+class DraftContext(ctypes.Structure):
+    """``di::DraftContext`` of ``draft.h``: context rows and where their keys and values go."""
+
+    _fields_ = (
+        ("features", c_void_p),
+        ("positions", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("rows", c_int64),
+    )

@@ -86,10 +86,21 @@ class V41BlockDrafter:
         return found
 
     @torch.inference_mode()
-    def hidden(
+    def block(
+        self,
+        anchors: Tensor,
+        positions: Sequence[int],
+        contexts: Sequence[DraftContext],
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """[n, rows, hidden], collapsed and not normed, and [n, rows, vocab_size]."""
+        hidden = self._hidden(anchors, positions, contexts)[:, :rows]
+        logits = self._head(wide(self._norm(hidden.flatten(0, 1))))
+        return hidden, logits.unflatten(0, (-1, rows))
+
+    def _hidden(
         self, anchors: Tensor, positions: Sequence[int], contexts: Sequence[DraftContext]
     ) -> Tensor:
-        """[n, block_size, hidden]: collapsed, not normed."""
         size = self.block_size
         rows = self._noise.repeat(len(positions), size, 1)
         rows[:, 0] = anchors.to(rows.dtype)
@@ -132,11 +143,8 @@ class V41BlockDrafter:
             mixed.append(attend(q[rows], [seen], scale=project.scale, sinks=project.sinks))
         return project.output(torch.cat(mixed), angles)
 
-    @torch.inference_mode()
-    def base_logits(self, hidden: Tensor, rows: int) -> Tensor:
-        """[n, rows, vocab_size]."""
-        normed = self._norm(hidden[:, :rows].flatten(0, 1))
-        return self._head(wide(normed)).unflatten(0, (-1, rows))
+    def likeliest(self, *block: object) -> None:
+        """No: its heads are asked row by row."""
 
     def embed_previous(self, token_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, rank]."""

@@ -60,10 +60,14 @@ class MtpDrafter:
         return [(keys, keys[..., :0])]
 
     @torch.inference_mode()
-    def hidden(
-        self, anchors: Tensor, positions: Sequence[int], contexts: Sequence[DraftContext]
-    ) -> Tensor:
-        """[n, 1, hidden]; not normed."""
+    def block(
+        self,
+        anchors: Tensor,
+        positions: Sequence[int],
+        contexts: Sequence[DraftContext],
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        """[n, 1, hidden], not normed, and [n, 1, vocab_size]."""
         parts, attention = self._parts, self._parts.attention
         x = self._rows(anchors)
         normed = parts.norms["input_layernorm"](x)
@@ -79,13 +83,11 @@ class MtpDrafter:
             mixed.append((q[row] @ keys.t()).softmax(-1) @ keys[:, : attention.latent_dim])
         x = x + attention.output(torch.stack(mixed).to(x.dtype))
         x = x + parts.experts(parts.norms["post_attention_layernorm"](x))
-        return x.unsqueeze(1)
+        logits = self._head(parts.norms["shared_head.norm"](x))
+        return x.unsqueeze(1), logits.unsqueeze(1)
 
-    @torch.inference_mode()
-    def base_logits(self, hidden: Tensor, rows: int) -> Tensor:
-        """[n, rows, vocab_size]."""
-        normed = self._parts.norms["shared_head.norm"](hidden[:, :rows].flatten(0, 1))
-        return self._head(normed).unflatten(0, (-1, rows))
+    def likeliest(self, *block: object) -> None:
+        """No: a single draft gains nothing by it."""
 
     def embed_previous(self, token_ids: Tensor) -> Tensor:
         """[n] int64 -> [n, 0]: there is no correction."""

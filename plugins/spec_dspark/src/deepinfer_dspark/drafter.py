@@ -193,9 +193,22 @@ class DsparkDrafter:
             rows = self._embed(anchors).float()
         else:
             rows = self._pairs.anchors([draft.request for draft in active])
-        hidden = self._runner.hidden(rows, positions, caches)
-        base = self._runner.base_logits(hidden, max(draft.limit for draft in active))
+        most = max(draft.limit for draft in active)
+        if all(draft.request.temperature == 0.0 for draft in active) and not self._independent:
+            found = self._runner.likeliest(rows, anchors, positions, caches, most)
+            if found is not None:
+                self._take(active, *found)
+                return
+        hidden, base = self._runner.block(rows, positions, caches, most)
         self._sequential(active, anchors, hidden, base)
+
+    def _take(self, active: list[_Growing], tokens: Tensor, logits: Tensor) -> None:
+        """Drafts that were made in one go."""
+        for draft, ids, sure in zip(active, tokens.tolist(), logits.tolist(), strict=True):
+            draft.tokens, draft.logits = ids[: draft.limit], sure[: draft.limit]
+            draft.confidences = [
+                self._calibration.confidence(row, logit) for row, logit in enumerate(draft.logits)
+            ]
 
     def _sequential(
         self, active: list[_Growing], previous: Tensor, hidden: Tensor, base: Tensor

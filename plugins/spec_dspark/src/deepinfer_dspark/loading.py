@@ -216,7 +216,14 @@ def assemble(
     network.load_state_dict(checkpoint.network_state())
     mask = borrowed.embed(torch.tensor([shape.mask_token_id]))[0].float()
     return DsparkDrafter(
-        DraftRunner(network, borrowed.head, mask, block_size or shape.block_size),
+        DraftRunner(
+            network,
+            borrowed.head,
+            mask,
+            block_size or shape.block_size,
+            checkpoint.draft_vocab_ids,
+            context.ops,
+        ),
         embed=borrowed.embed,
         draft_vocab_ids=checkpoint.draft_vocab_ids,
         vocab_size=shape.decoder.vocab_size,

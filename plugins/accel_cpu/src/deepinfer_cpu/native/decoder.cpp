@@ -1,33 +1,15 @@
-#include "decoder.h"
-
-#include <vector>
-
+#include "layers.h"
 #include "packing.h"
-#include "product.h"
-#include "rows.h"
 
 namespace di {
 namespace {
 
-// So few rows are normed and quantised by every thread for itself: cheaper than to wait.
-constexpr int64_t FEW = 2;
-
-class Run {
+class Run : Layers {
  public:
   Run(Call& call, const Decoder& decoder, const Step& step)
-      : model_(decoder),
+      : Layers(call, decoder, step.rows),
         step_(step),
-        heads_(decoder.num_heads + 2 * decoder.num_kv_heads),
-        copies_(step.rows <= FEW ? num_threads() : 1),
-        x_(call.take<float>(step.rows * decoder.hidden)),
-        rest_(call.take<float>(step.rows * decoder.hidden)),
-        qkv_(call.take<float>(step.rows * heads_ * decoder.head_dim)),
-        mixed_(call.take<float>(step.rows * decoder.num_heads * decoder.head_dim)),
-        normed_(call.take<float>(num_threads() * decoder.hidden)),
-        act_(call, step.rows, decoder.intermediate, num_threads()) {
-    const int64_t widest = std::max(decoder.hidden, decoder.num_heads * decoder.head_dim);
-    for (int i = 0; i < copies_; i++) in_.emplace_back(call, step.rows, widest, num_threads());
-  }
+        rest_(call.take<float>(step.rows * decoder.hidden)) {}
 
   void operator()(Team& team) {
     embed(team);
@@ -39,7 +21,7 @@ class Run {
       const bool fewer = last && step_.num_wanted < step_.rows && !step_.taps[index + 1];
       float* x = fewer ? rest_ : x_;
       const int64_t rows = fewer ? step_.num_wanted : step_.rows;
-      output(team, layer, x, rows, fewer);
+      output(team, layer, x, rows, fewer ? step_.wanted : nullptr);
       feed_forward(team, layer, x, rows);
       tap(team, index + 1);
       if (last) finish(team, x, fewer);
@@ -47,22 +29,6 @@ class Run {
   }
 
  private:
-  // Rows of a stage that every thread does for itself, or that are shared out.
-  template <typename F>
-  void each(Team& team, int64_t rows, F&& work) {
-    if (rows <= FEW && copies_ > 1) {
-      if (!team.join()) return;
-      for (int64_t row = 0; row < rows; row++) work(row);
-      return;
-    }
-    each_row(team, rows, work);
-    team.barrier();
-  }
-
-  Workspace& in(const Team& team, int64_t rows) {
-    return in_[rows <= FEW && copies_ > 1 ? size_t(team.rank) : 0];
-  }
-
   void embed(Team& team) {
     each_row(team, step_.rows, [&](int64_t row) {
       unpack_row(*model_.embedding, step_.token_ids[row], x_ + row * model_.hidden);
@@ -79,27 +45,11 @@ class Run {
     team.barrier();
   }
 
-  void norm(Team& team, const float* x, const float* weight, const Linear& next, int64_t rows) {
-    const int64_t hidden = model_.hidden;
-    Workspace& space = in(team, rows);
-    float* normed = normed_ + team.rank * hidden;
-    each(team, rows, [&](int64_t row) {
-      rms_norm(x + row * hidden, weight, model_.eps, hidden, normed);
-      space.put(next, row, normed);
-    });
-  }
-
   void attention(Team& team, const DecoderLayer& layer) {
-    const int64_t width = heads_ * model_.head_dim, rows = step_.rows;
-    norm(team, x_, layer.input_norm, *layer.qkv, rows);
-    const Workspace& space = in(team, rows);
-    product(*layer.qkv, space.rows(rows, layer.qkv->k), space, team,
-            [&](int64_t row, int64_t begin, int64_t count, const float* values) {
-              std::memcpy(qkv_ + row * width + begin, values, size_t(count) * 4);
-            });
-    team.barrier();
+    const int64_t width = heads_ * model_.head_dim;
+    project(team, layer);
     const AttentionPlan& plan = *step_.plans[layer.group];
-    each_row(team, rows, [&](int64_t row) { place(layer, plan, row, qkv_ + row * width); });
+    each_row(team, rows_, [&](int64_t row) { place(layer, plan, row, qkv_ + row * width); });
     team.barrier();
     attend(*layer.attention, plan, qkv_, width, mixed_, model_.num_heads * model_.head_dim, team);
     team.barrier();
@@ -107,75 +57,11 @@ class Run {
 
   // Norm and turn one token's queries and keys, and write its keys and values.
   void place(const DecoderLayer& layer, const AttentionPlan& plan, int64_t row, float* heads) {
-    const int64_t dim = model_.head_dim, queries = model_.num_heads;
-    const int64_t turned = queries + model_.num_kv_heads, at = step_.positions[row] * model_.half;
-    for (int64_t h = 0; h < turned; h++) {
-      float* head = heads + h * dim;
-      const float* weight = h < queries ? layer.q_norm : layer.k_norm;
-      if (weight) rms_norm(head, weight, model_.eps, dim, head);
-      if (layer.use_rope) rotate(head, model_.cos + at, model_.sin + at, model_.half);
-    }
+    turn(layer, step_.positions[row], heads);
+    const float* keys = heads + model_.num_heads * model_.head_dim;
     if (plan.write_slots[row] >= 0)
-      write_kv(*layer.attention, plan.write_slots[row], heads + queries * dim,
-               heads + turned * dim);
-  }
-
-  // x = residual + mixed x output, of all rows or of those wanted.
-  void output(Team& team, const DecoderLayer& layer, float* x, int64_t rows, bool fewer) {
-    const int64_t hidden = model_.hidden, width = model_.num_heads * model_.head_dim;
-    Workspace& space = in(team, rows);
-    each(team, rows, [&](int64_t row) {
-      space.put(*layer.output, row, mixed_ + (fewer ? step_.wanted[row] : row) * width);
-    });
-    product(*layer.output, space.rows(rows, width), space, team,
-            [&](int64_t row, int64_t begin, int64_t count, const float* values) {
-              const float* old = x_ + (fewer ? step_.wanted[row] : row) * hidden + begin;
-              float* to = x + row * hidden + begin;
-              for (int64_t i = 0; i < count; i++) to[i] = old[i] + values[i];
-            });
-    team.barrier();
-  }
-
-  void feed_forward(Team& team, const DecoderLayer& layer, float* x, int64_t rows) {
-    const int64_t hidden = model_.hidden;
-    norm(team, x, layer.middle_norm, *layer.gate_up, rows);
-    gate_up(team, layer, in(team, rows), rows);
-    team.barrier();
-    product(*layer.down, act_.rows(rows, model_.intermediate), act_, team,
-            [&](int64_t row, int64_t begin, int64_t count, const float* values) {
-              float* to = x + row * hidden + begin;
-              for (int64_t i = 0; i < count; i++) to[i] += values[i];
-            });
-    team.barrier();
-  }
-
-  // silu(gate) * up in the form that `down` multiplies: a group of 32 at a time.
-  void gate_up(Team& team, const DecoderLayer& layer, const Workspace& space, int64_t rows) {
-    const Linear& linear = *layer.gate_up;
-    const Rows input = space.rows(rows, linear.k);
-    const int64_t size = model_.intermediate, groups = size / GROUP, half = size / PANEL;
-    share(team, rows, groups, [&](int64_t first, int64_t last, int64_t group) {
-      float* const pieces = space.pieces_of(team);
-      void* const room = space.room_of(team);
-      float* const ups = pieces + 2 * BLOCK * PANEL;
-      for (int64_t i = 0; i < 2; i += TOGETHER) {
-        float* at = pieces + i * BLOCK * PANEL;
-        multiply_panels(linear, input, 2 * group + i, TOGETHER, first, last, at, room);
-        multiply_panels(linear, input, half + 2 * group + i, TOGETHER, first, last,
-                        at + 2 * BLOCK * PANEL, room);
-      }
-      for (int64_t row = first; row < last; row++) {
-        float act[GROUP];
-        for (int64_t i = 0; i < 2; i += TOGETHER) {
-          const int64_t at = i * BLOCK * PANEL + (row - first) * TOGETHER * PANEL;
-          silu_mul(pieces + at, ups + at, TOGETHER * PANEL, act + i * PANEL);
-        }
-        if (is_integer(layer.down->format))
-          act_.quantize(*layer.down, row, group * GROUP, act, GROUP);
-        else
-          std::memcpy(act_.floats + row * size + group * GROUP, act, sizeof act);
-      }
-    });
+      write_kv(*layer.attention, plan.write_slots[row], keys,
+               keys + model_.num_kv_heads * model_.head_dim);
   }
 
   void finish(Team& team, const float* x, bool fewer) {
@@ -186,17 +72,8 @@ class Run {
     });
   }
 
-  const Decoder& model_;
   const Step& step_;
-  const int64_t heads_;
-  const int copies_;
-  float* x_;       // residual stream
-  float* rest_;    // of the rows that are wanted
-  float* qkv_;
-  float* mixed_;
-  float* normed_;  // a row for each thread
-  Workspace act_;
-  std::vector<Workspace> in_;
+  float* rest_;  // residual stream of the rows that are wanted
 };
 
 }  // namespace

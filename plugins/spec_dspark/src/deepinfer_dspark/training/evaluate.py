@@ -199,7 +199,11 @@ def pass_ms(network: DraftNetwork, shared: Shared, context: int, repeats: int = 
     """Measure one draft pass for one sequence behind some context; milliseconds, the median."""
     shape = network.shape
     runner = DraftRunner(
-        network, shared.head, shared.embedding[shape.mask_token_id], shape.block_size
+        network,
+        shared.head,
+        shared.embedding[shape.mask_token_id],
+        shape.block_size,
+        shared.draft_vocab_ids,
     )
     drafter = DsparkDrafter(
         runner,

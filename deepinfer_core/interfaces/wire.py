@@ -38,11 +38,14 @@ class Generation:
         params: how to choose tokens, what the output must follow, how long the model may think;
             ``n`` outputs.
         cache_salt: requests with different salts never share cached prefixes.
+        cache_retain_s: seconds for which stores do not evict what it computes for the room of
+            others.
     """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str = ""
+    cache_retain_s: float | None = None
 
 
 @frozen(kw_only=True)

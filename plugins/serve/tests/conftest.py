@@ -147,6 +147,7 @@ class ToyFormat:
                     max_tokens=fields.get("max_tokens"), n=fields.get("n", 1), structured=structured
                 ),
                 cache_salt=context.cache_salt,
+                cache_retain_s=fields.get("retain_s"),
             )
             for prompt in fields.get("prompts", [])
         ]

@@ -103,6 +103,13 @@ def test_owners_do_not_see_each_other(start: Any) -> None:
     assert "" not in salts
 
 
+def test_how_long_stores_keep_it_reaches_the_engine(start: Any) -> None:
+    live = start()
+    with live.client() as client:
+        client.post(PATH, json={"prompts": ["x"], "retain_s": 300})
+    assert [request.cache_retain_s for request in live.engine.submitted] == [300]
+
+
 def test_pages_of_other_origins_may_not_ask(start: Any) -> None:
     live = start(origins=("http://friend.example",))
     with live.client() as client:

@@ -225,6 +225,7 @@ class Run:
             generation.params,
             request_id=f"{name}:{self._visit.trace}",
             cache_salt=generation.cache_salt,
+            cache_retain_s=generation.cache_retain_s,
         )
 
     async def _events(self, streams: list[DeltaStream]) -> AsyncIterator[Sequence[ServerEvent]]:

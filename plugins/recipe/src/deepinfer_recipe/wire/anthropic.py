@@ -16,6 +16,7 @@ from deepinfer_recipe.wire import sampling
 from deepinfer_recipe.wire.anthropic_read import read_conversation
 from deepinfer_recipe.wire.exchange import BaseReply, Choice, Exchange, Section
 from deepinfer_recipe.wire.fields import Fields, read_object
+from deepinfer_recipe.wire.retention import cache_control
 from deepinfer_recipe.wire.sampling import unused_budget
 from deepinfer_recipe.wire.turn import Piece, Turn, finish_word
 
@@ -79,7 +80,10 @@ class MessagesFormat:
             thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            cache_salt=context.cache_salt,
+            cache_retain_s=cache_control(fields),
         )
         return Exchange(
             model=model,

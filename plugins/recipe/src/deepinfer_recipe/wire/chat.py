@@ -15,6 +15,7 @@ from deepinfer_recipe.kit import Kit, Prompt
 from deepinfer_recipe.wire import openai, sampling
 from deepinfer_recipe.wire.exchange import BaseReply, Choice, Exchange, Section
 from deepinfer_recipe.wire.fields import Fields, read_object
+from deepinfer_recipe.wire.retention import prompt_cache_retention
 from deepinfer_recipe.wire.sampling import read_budget, unused_budget
 from deepinfer_recipe.wire.turn import Piece, Turn, finish_word, token_report
 
@@ -26,7 +27,7 @@ FINISH = {
     "other": "stop",
 }
 _IGNORED = (
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+    "user", "metadata", "store", "service_tier", "prompt_cache_key",
     "safety_identifier", "prediction", "verbosity",
 )  # fmt: skip
 _KNOWN = frozenset({"stream_options", "thinking", "chat_template_kwargs", "modalities", "audio"})
@@ -64,7 +65,10 @@ class ChatFormat:
             thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            cache_salt=context.cache_salt,
+            cache_retain_s=prompt_cache_retention(fields),
         )
         options = fields.object("stream_options", None)
         if options is not None and not stream:

@@ -16,10 +16,11 @@ from deepinfer_recipe.wire.exchange import Exchange
 from deepinfer_recipe.wire.fields import Fields, read_object
 from deepinfer_recipe.wire.responses_read import input_items, messages_of, read_tools
 from deepinfer_recipe.wire.responses_reply import Echo, ResponsesReply
+from deepinfer_recipe.wire.retention import prompt_cache_retention
 from deepinfer_recipe.wire.sampling import read_budget, unused_budget
 
 _IGNORED = (
-    "user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "user", "service_tier", "prompt_cache_key", "safety_identifier",
     "max_tool_calls", "truncation", "stream_options", "context_management",
 )  # fmt: skip
 _REFUSED = ("conversation", "prompt")
@@ -61,7 +62,10 @@ class ResponsesFormat:
             thinking_limit=self._kit.thinking_limit(prompt, conversation),
         )
         generation = Generation(
-            prompt_token_ids=prompt.token_ids, params=params, cache_salt=context.cache_salt
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            cache_salt=context.cache_salt,
+            cache_retain_s=prompt_cache_retention(fields),
         )
         store, background = fields.flag("store", True), fields.flag("background")
         if background and not store:
@@ -167,6 +171,8 @@ def _echoed(fields: Fields, temperature: float, top_p: float) -> Mapping[str, An
         "metadata": fields.get("metadata") or {},
         "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
         "previous_response_id": fields.get("previous_response_id"),
+        "prompt_cache_key": fields.get("prompt_cache_key"),
+        "prompt_cache_retention": fields.get("prompt_cache_retention"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "service_tier": "default",
         "temperature": temperature,

@@ -34,6 +34,7 @@ from deepinfer_core.sampling import (
     score_rows,
     verify,
 )
+from deepinfer_core.sampling.row_views import take_rows
 from deepinfer_core.sequence import Phase, Sequence
 
 SCORED_ROWS = 256
@@ -243,7 +244,7 @@ class Stepper:
         # A sequence that ended while its row was computed draws nothing.
         live = [i for i, at in enumerate(sampled) if _is_live(flight.rows[at])]
         if logits is not None and len(live) < len(sampled):
-            sampled, logits = [sampled[i] for i in live], logits[live]
+            sampled, logits = [sampled[i] for i in live], take_rows(logits, live)
         if logits is None or not sampled:
             return [], scored
         rows = [flight.rows[at] for at in sampled]

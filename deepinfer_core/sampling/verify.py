@@ -26,6 +26,7 @@ from deepinfer_core.sampling.filters import distribution
 from deepinfer_core.sampling.portable import MASS_BITS
 from deepinfer_core.sampling.processors import process
 from deepinfer_core.sampling.rng import Purpose, uniform, uniform_bits
+from deepinfer_core.sampling.row_views import take_rows
 from deepinfer_core.sampling.rows import FailureKind, RowFailure, RowParams
 from deepinfer_core.sampling.sampler import Sampler
 from deepinfer_core.sampling.scores import find_failure, score_row
@@ -134,10 +135,7 @@ class _Judge:
         if not rows:
             return
         places = [self._first[at] + len(self.verdicts[at].token_ids) for at in rows]
-        whole = len(places) == self._logits.shape[0]
-        result = self._sampler.sample(
-            self._logits if whole else self._logits[places], list(rows.values())
-        )
+        result = self._sampler.sample(take_rows(self._logits, places), list(rows.values()))
         outcomes = zip(
             rows, result.token_ids.tolist(), result.logprobs, result.failures, strict=True
         )

@@ -198,6 +198,79 @@ def step(
         assert np.isfinite(out).all()
 
 
+def drafts(native: Any, kind: structs.Format) -> None:
+    """A draft block of one layer for three sequences, its context, and its sequential part."""
+    hidden, heads, kv, dim, wide, block, vocab, rank = 64, 4, 2, 16, 96, 3, 37, 32
+    qkv, pair, output, gate_up, down, context, head, bias = (
+        weight(native, kind, n, k)
+        for n, k in ((dim * (heads + 2 * kv), hidden), (2 * kv * dim, hidden),
+                     (hidden, heads * dim), (2 * wide, hidden), (hidden, wide),
+                     (hidden, 2 * hidden), (vocab + rank + 1, hidden), (vocab, rank))
+    )  # fmt: skip
+    layers = (structs.DecoderLayer * 1)(
+        structs.DecoderLayer(
+            input_norm=at(floats(hidden)), middle_norm=at(floats(hidden)),
+            qkv=ctypes.addressof(qkv), output=ctypes.addressof(output),
+            gate_up=ctypes.addressof(gate_up), down=ctypes.addressof(down), use_rope=1,
+        )
+    )  # fmt: skip
+    pairs = (ctypes.c_void_p * 1)(ctypes.addressof(pair))
+    model = structs.DraftBlock(
+        decoder=structs.Decoder(
+            layers=ctypes.addressof(layers), final_norm=at(floats(hidden)),
+            cos=at(floats(64, dim // 2)), sin=at(floats(64, dim // 2)), num_layers=1,
+            hidden=hidden, num_heads=heads, num_kv_heads=kv, head_dim=dim, intermediate=wide,
+            half=dim // 2, eps=1e-5,
+        ),
+        context=ctypes.addressof(context), context_norm=at(floats(hidden)),
+        keys_values=ctypes.addressof(pairs), head=ctypes.addressof(head),
+    )  # fmt: skip
+    for rows in (1, 2, 19):
+        keys = (ctypes.c_void_p * 1)(at(floats(rows, kv, dim)))
+        values = (ctypes.c_void_p * 1)(at(floats(rows, kv, dim)))
+        step = structs.DraftContext(
+            features=at(floats(rows, 2 * hidden)), positions=at(np.arange(rows, dtype=np.int32)),
+            keys=ctypes.addressof(keys), values=ctypes.addressof(values), rows=rows,
+        )  # fmt: skip
+        native.di_draft_context(ctypes.byref(model), ctypes.byref(step))
+    lengths = (0, 1, 20)
+    past = (structs.DraftPast * 3)(
+        *(structs.DraftPast(at(floats(n, kv, dim)), at(floats(n, kv, dim)), n) for n in lengths)
+    )
+    unseen = np.array([[0] * 3, [0, 1, 1], [0, 1, 2]], np.int32)
+    for wanted in (1, block):
+        out = np.full((3, wanted, vocab + rank + 1), np.nan, np.float32)
+        native.di_draft_block(
+            ctypes.byref(model),
+            ctypes.byref(
+                structs.DraftStep(
+                    anchors=at(floats(3, hidden)), mask=at(floats(hidden)),
+                    positions=at(np.arange(3 * block, dtype=np.int32)),
+                    past=ctypes.addressof(past), unseen=at(unseen), out=at(out), num_sequences=3,
+                    block=block, wanted=wanted,
+                )
+            ),
+        )  # fmt: skip
+        assert np.isfinite(out).all()
+        chain = structs.DraftChain(
+            table=at(floats(50, rank)), inner=at(floats(rank, rank)), sure=at(floats(rank)),
+            bias=ctypes.addressof(bias), ids=at(RANDOM.permutation(50)[:vocab].astype(np.int64)),
+            rank=rank, kind=1, says=1,
+        )  # fmt: skip
+        tokens, said = np.full((3, wanted), -1), np.full((3, wanted), np.nan, np.float32)
+        native.di_draft_chain(
+            ctypes.byref(chain),
+            ctypes.byref(
+                structs.DraftChainStep(
+                    rows=at(out), anchors=at(np.array([0, 7, 49])), tokens=at(tokens),
+                    confidence=at(said), num_sequences=3, wanted=wanted, stride=out.shape[2],
+                )
+            ),
+        )  # fmt: skip
+        assert ((tokens >= 0) & (tokens < 50)).all()
+        assert np.isfinite(said).all()
+
+
 def main(path: str) -> None:
     native = declared(ctypes.CDLL(path))
     for threads in (1, 2, 3):
@@ -208,6 +281,7 @@ def main(path: str) -> None:
         for kind in (structs.Format.Q4_1, structs.Format.Q8_0, structs.Format.F32):
             decoder(native, kind)
             experts(native, kind)
+            drafts(native, kind)
     native.di_set_threads(1)
     sys.stdout.write("done\n")
 

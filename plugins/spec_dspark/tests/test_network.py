@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from deepinfer_core.builtin.torch_kernels import build as torch_kernels
+from deepinfer_core.interfaces.drafter import DraftRequest
+from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
+from deepinfer_core.ops.table import OpTable, choose
+from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.checkpoint import DraftCheckpoint
 from deepinfer_dspark.context import ContextCache
+from deepinfer_dspark.drafter import DsparkDrafter
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.runner import DraftRunner, past
 from deepinfer_dspark.shape import parameter_sizes
@@ -102,3 +108,56 @@ def test_the_layout_is_what_the_network_has(make_checkpoint: Maker, kind: str, f
     shape = make_checkpoint(markov_head_type=kind, model_type=family, **changes).shape
     found = {name: tuple(p.shape) for name, p in DraftNetwork(shape).named_parameters()}
     assert parameter_sizes(shape) == found
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("changes", [{"model_type": "qwen3"}, {"model_type": "llama"}, WINDOWED])
+def test_one_call_drafts_what_many_do(
+    make_checkpoint: Maker, kind: str, changes: dict[str, Any]
+) -> None:
+    """Greedy blocks by op "draft_block" and by single ops of the same kernels."""
+    kernels = pytest.importorskip("deepinfer_cpu.kernels")
+    plain = torch_kernels(None, KernelsContext(device_type="cpu")).providers()
+    facts = OpFacts(device_type="cpu", dtype="float32")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    checkpoint = make_checkpoint(markov_head_type=kind, **(sizes | changes))
+    network, shared, text = parts(checkpoint)
+    tables = [
+        OpTable(choose([("cpu", offers), ("torch", plain)], facts), facts)
+        for every in [kernels.CpuKernels().providers()]
+        for offers in (every, [p for p in every if p.op != "draft_block"])
+    ]
+    drafts = []
+    for ops in tables:
+        runner = DraftRunner(
+            network,
+            shared.head,
+            shared.embedding[network.shape.mask_token_id],
+            network.shape.block_size,
+            shared.draft_vocab_ids,
+            ops,
+        )
+        drafter = DsparkDrafter(
+            runner,
+            embed=shared.embedding.__getitem__,
+            draft_vocab_ids=shared.draft_vocab_ids,
+            vocab_size=checkpoint.shape.decoder.vocab_size,
+            calibration=OnlineCalibration(network.shape.block_size, (), every=0),
+            replay_tokens=0,
+        )
+        requests = []
+        for sequence, length in enumerate([5, 17, 33]):
+            cache, positions = ContextCache(runner.window), np.arange(length)
+            cache.append(positions, runner.context(text.features[:length].float(), positions))
+            drafter.adopt(sequence, cache)
+            requests.append(
+                DraftRequest(
+                    sequence_id=sequence, token_ids=text.token_ids[: length + 1].tolist(),
+                    temperature=0.0, seed=0, limit=network.shape.block_size - (sequence == 1),
+                )
+            )  # fmt: skip
+        drafts.append(drafter.propose(requests))
+    for fused, single in zip(*drafts, strict=True):
+        assert fused.token_ids == single.token_ids
+        assert len(fused.token_ids) >= network.shape.block_size - 1
+        assert fused.confidences == pytest.approx(single.confidences, abs=1e-3)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,7 +159,7 @@ class LocalExecutor:
         device, pad = self._accelerator.device, self._accelerator.pad_tokens
         token_ids = _padded(batch.token_ids, pad(batch.num_tokens), device)
         sourced = batch.token_sources >= 0
-        if sourced.any():
+        if sourced.any():  # tokens that only the device knows so far
             rows = torch.from_numpy(sourced.nonzero()[0]).to(device)
             sources = torch.from_numpy(batch.token_sources[sourced]).to(device, torch.int64)
             token_ids[rows] = sampled[sources]
@@ -180,6 +181,7 @@ class LocalExecutor:
 
 def _padded(values: Int32, length: int, device: torch.device) -> Tensor:
     """[length] int64: the values, then zeros. Rows of padding are computed and never looked at."""
-    out = torch.zeros(length, dtype=torch.int64)
-    out[: len(values)] = torch.from_numpy(values)
-    return out.to(device)
+    out = np.zeros(length, np.int64)
+    out[: len(values)] = values
+    tensor = torch.from_numpy(out)
+    return tensor if device.type == "cpu" else tensor.to(device)

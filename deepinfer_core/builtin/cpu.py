@@ -10,10 +10,31 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from deepinfer_core.interfaces.accelerator import AcceleratorContext, MemoryInfo
+from deepinfer_core.interfaces.accelerator import AcceleratorContext, MemoryInfo, Pending
 from deepinfer_core.ops.rows import padded_rows
 
 T = TypeVar("T")
+
+
+class CpuDone(Generic[T]):
+    """A result that is there, or the error that came instead."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._value = _without_autograd(work)
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> T:
+        """Return it."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
 
 
 class CpuPending(Generic[T]):
@@ -65,16 +86,11 @@ class CpuAccelerator:
         limit = _control_group_free()
         return MemoryInfo(total_bytes=total, free_bytes=free if limit is None else min(free, limit))
 
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         """Run ``work`` after everything launched before."""
-        if self._queue is not None:
-            return CpuPending(self._queue.submit(_without_autograd, work))
-        future: Future[T] = Future()
-        try:
-            future.set_result(_without_autograd(work))
-        except Exception as error:
-            future.set_exception(error)
-        return CpuPending(future)
+        if self._queue is None:
+            return CpuDone(work)
+        return CpuPending(self._queue.submit(_without_autograd, work))
 
     def pad_tokens(self, num_tokens: int) -> int:
         """A ladder of sizes: oneDNN compiles and keeps a kernel for every row count it meets."""

@@ -74,24 +74,29 @@ def build_batch(
         copies: page copies to make first.
         taps: layer outputs to keep.
     """
-    counts = np.array([grant.num_rows for grant in grants], np.int32)
-    starts: Int32 = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    total = int(starts[-1])
-    token_ids, sources = np.zeros(total, np.int32), np.full(total, -1, np.int32)
-    positions = np.empty(total, np.int32)
-    for grant, begin in zip(grants, starts, strict=False):
-        sequence, end = grant.sequence, int(begin) + grant.num_rows
-        positions[begin:end] = np.arange(grant.start, grant.reach)
-        known = sequence.known(grant.start, grant.stop)
-        token_ids[begin : begin + len(known)] = known
+    # Most batches have few rows, of which lists are made faster than arrays are filled.
+    ids: list[int] = []
+    places: list[int] = []
+    starts_of: list[int] = [0]
+    sourced: dict[int, int] = {}
+    for grant in grants:
+        sequence, start, reach = grant.sequence, grant.start, grant.reach
+        known = sequence.known(start, grant.stop).tolist()
+        ids += known
         if len(known) < grant.count:
-            sources[begin + len(known)] = sampled_rows[sequence.sequence_id]
-        if grant.num_drafts:
-            token_ids[begin + grant.count : end] = grant.draft.token_ids
+            sourced[len(ids)] = sampled_rows[sequence.sequence_id]
+            ids += [0] * (grant.count - len(known))
+        ids += grant.draft.token_ids
+        places += range(start, reach)
+        starts_of.append(len(ids))
+    sources = np.full(len(ids), -1, np.int32)
+    for place, row in sourced.items():
+        sources[place] = row
+    token_ids, positions, starts = (np.array(of, np.int32) for of in (ids, places, starts_of))
     index_of = {grant.sequence.sequence_id: index for index, grant in enumerate(grants)}
-    owners = np.array([index_of[row.grant.sequence.sequence_id] for row in rows], np.int32)
+    owners = [index_of[row.grant.sequence.sequence_id] for row in rows]
     wanted = [
-        int(starts[owner]) + row.position - row.grant.start
+        starts_of[owner] + row.position - row.grant.start
         for row, owner in zip(rows, owners, strict=True)
     ]
     keep_from = np.array([grant.sequence.keep_from for grant in grants], np.int32)
@@ -105,7 +110,7 @@ def build_batch(
         context_lengths=np.array([grant.reach for grant in grants], np.int32),
         num_drafts=np.array([grant.num_drafts for grant in grants], np.int32),
         logit_rows=np.array(wanted, np.int32),
-        logit_sequences=owners,
+        logit_sequences=np.array(owners, np.int32),
         keep_from=keep_from,
         groups=tuple(
             _group(
@@ -128,6 +133,8 @@ def build_batch(
 def _previous_ids(grants: Items[Grant], lookback: int) -> Int32:
     """[num_grants, lookback]; see ``Batch.previous_ids``."""
     found = np.full((len(grants), lookback), -1, np.int32)
+    if not lookback:
+        return found
     for row, grant in zip(found, grants, strict=True):
         known = grant.sequence.known(max(0, grant.start - lookback), grant.start)
         if len(known):
@@ -149,13 +156,18 @@ def _group(
     padded = np.full((len(grants), max(map(len, tables), default=0)), -1, np.int32)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table
-    owners = np.repeat(np.arange(len(grants)), np.diff(starts))
-    pages, offsets = np.divmod(positions, spec.page_size)
-    slots = padded[owners, pages].astype(np.int64) * spec.page_size + offsets
+    owners = np.arange(len(grants))
+    if len(positions) > len(grants):
+        owners = owners.repeat(np.diff(starts))
+    pages = positions // spec.page_size
+    slots = padded[owners, pages].astype(np.int64)
+    slots -= pages
+    slots *= spec.page_size
+    slots += positions
     if spec.kind in (GroupKind.FULL, GroupKind.COMPRESSED):
-        floors = np.array([grant.sequence.write_floor for grant in grants])
-        if floors.any():
-            slots[positions < floors[owners]] = NO_SLOT
+        floors = [grant.sequence.write_floor for grant in grants]
+        if any(floors):
+            slots[positions < np.array(floors)[owners]] = NO_SLOT
     bounds = [grant.sequence.visible_from for grant in grants]
     visible = np.array([bound[index] if bound else 0 for bound in bounds], np.int32)
     if spec.truncated:

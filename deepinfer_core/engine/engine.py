@@ -110,6 +110,7 @@ class Engine:
             draw=parts.draw,
             speculator=self._speculator,
             verification=options.verification,
+            overlap=parts.overlap,
         )
         self._random = Random(parts.config.seed)
         self._requests: dict[str, RequestState] = {}

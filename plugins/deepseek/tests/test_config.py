@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -56,6 +57,18 @@ def test_a_flat_configuration_is_the_same(real: dict[str, Any]) -> None:
         ({"o_groups": 7}, "not a multiple of o_groups 7"),
         ({"sliding_window": None}, "sliding_window: expected a positive whole number"),
         ({"head_dim": "512"}, "head_dim: expected a positive whole number"),
+        ({"rope_scaling": "yarn"}, "rope_scaling: expected a table, got 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "rope beta_fast: exp"),
+        ({"gate_temp": math.nan}, "gate_temp: expected a positive number, got nan"),
+        ({"hc_eps": math.inf}, "hc_eps: expected a positive number, got inf"),
+        ({"n_routed_experts": 10**12}, "n_routed_experts: at most 10000 are supported"),
+        ({"hc_sinkhorn_iters": 10**12}, "hc_sinkhorn_iters: at most"),
+        ({"engram_vocab_size": 10**18}, "engram_vocab_size: at most"),
+        ({"engram_max_ngram_size": 10**12}, "engram_max_ngram_size: at most"),
+        ({"engram_pad_token_id": 129280}, "engram_pad_token_id 129280 is beyond the vocabulary"),
+        ({"engram_layer_ids": [1, 1]}, r"engram_layer_ids \[1, 1\] names a layer twice"),
+        ({"engram_num_embeddings": [-1, 2]}, "expected rows of tables"),
+        ({"index_k_source_layer_ids": 0}, "index_k_source_layer_ids: expected a list"),
     ],
 )
 def test_what_does_not_fit_is_named(
@@ -65,6 +78,13 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(CheckpointError) as caught:
         read_config(real)
     assert any(re.search(message, problem) for problem in caught.value.problems)
+
+
+def test_an_image_token_that_is_none_is_named(real: dict[str, Any]) -> None:
+    for found in ("x", -1, True):
+        with pytest.raises(CheckpointError) as caught:
+            read_config({**real, "image_token_id": found})
+        assert caught.value.problems == (f"image_token_id: expected a token id, got {found!r}",)
 
 
 def test_an_unknown_quantisation_is_refused(real: dict[str, Any]) -> None:

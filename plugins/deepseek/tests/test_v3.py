@@ -138,6 +138,11 @@ def test_pages_hold_latents() -> None:
     [
         ({"scoring_func": "softmax"}, "scoring_func: only 'sigmoid' is supported, got 'softmax'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: only FP8 in E4M3"),
+        ({"quantization_config": "fp8"}, "quantization_config: expected a table, got 'fp8'"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling: expected a table, got ['yarn']"),
+        ({"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}}, "rope type 'yarn' needs a"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale_all_dim": "x"}}, "rope mscale_all"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers: at most 10000 are supported"),
         ({"n_group": 4}, "n_routed_experts 6 are not 4 groups of two or more"),
         ({"topk_group": 1}, "num_experts_per_tok 3 of topk_group 1: there are not so many"),
         ({"kv_lora_rank": None}, "kv_lora_rank: expected a positive whole number, got None"),

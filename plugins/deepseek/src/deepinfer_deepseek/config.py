@@ -14,6 +14,7 @@ from attrs import frozen
 
 from deepinfer_core.models.reading import ConfigReader, refuse
 from deepinfer_deepseek.stack import (
+    MOST,
     ONLY,
     ExpertConfig,
     IndexConfig,
@@ -60,6 +61,9 @@ _DEFAULTS: Mapping[str, Any] = {
     "use_fp4_sparse_kv": True,
 }
 """What fields mean that a configuration leaves out."""
+
+_MOST_ROWS = 2**32
+"""Where the search for primes may begin: beyond it takes minutes."""
 
 _ONLY: Mapping[str, Any] = {**ONLY, "dspark_target_attn_input": True, "hc_shifted": True}
 """Fields of which one value only is built."""
@@ -155,8 +159,8 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
     read = ConfigReader({**_DEFAULTS, **text})
     read.only(_ONLY)
     layers, drafts = (
-        read.positive("num_hidden_layers"),
-        read.count("num_nextn_predict_layers"),
+        read.positive("num_hidden_layers", most=MOST),
+        read.count("num_nextn_predict_layers", most=MOST),
     )
     ratios = read.integers("compress_ratios")
     stack = read_stack(read)
@@ -171,7 +175,7 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
         engram=_engram(read),
         draft=_draft(read, drafts, stack["experts"]) if drafts else None,
         fp4_entries=read.flag("use_fp4_sparse_kv"),
-        image_token_id=config.get("image_token_id") if "vision_config" in config else None,
+        image_token_id=_image(read, config) if "vision_config" in config else None,
     )
     problems = read.problems or [*_sizes(result), *_sharing(result, ratios[layers:], drafts)]
     problems = problems or _extras(result)
@@ -196,11 +200,22 @@ def _index(read: ConfigReader) -> IndexConfig:
         head_dim=read.positive("index_head_dim"),
         topk=read.positive("index_topk"),
         sources=read.integers("index_source_layer_ids"),
-        key_sources=read.integers(keys if read.config.get(keys) else "kv_source_layer_ids"),
+        key_sources=read.integers(
+            "kv_source_layer_ids" if read.config.get(keys) in (None, []) else keys
+        ),
         candidate_layer=candidate,
         candidate_blocks=read.positive("candidate_topk_blocks"),
         candidate_block_size=read.positive("candidate_block_size"),
     )
+
+
+def _image(read: ConfigReader, config: Mapping[str, Any]) -> int | None:
+    """The token that stands for images."""
+    found = config.get("image_token_id")
+    if found is None or (type(found) is int and found >= 0):
+        return found
+    read.problems.append(f"image_token_id: expected a token id, got {found!r}")
+    return None
 
 
 def _engram(read: ConfigReader) -> EngramConfig | None:
@@ -210,10 +225,10 @@ def _engram(read: ConfigReader) -> EngramConfig | None:
     return EngramConfig(
         layers=layers,
         rows=read.integers("engram_num_embeddings"),
-        max_ngram=read.positive("engram_max_ngram_size"),
-        num_heads=read.positive("engram_n_heads"),
+        max_ngram=read.positive("engram_max_ngram_size", most=MOST),
+        num_heads=read.positive("engram_n_heads", most=MOST),
         head_dim=read.positive("engram_head_dim"),
-        vocab_size=read.positive("engram_vocab_size"),
+        vocab_size=read.positive("engram_vocab_size", most=_MOST_ROWS),
         compressed_vocab_size=read.positive("engram_compressed_vocab_size"),
         pad_token_id=read.count("engram_pad_token_id"),
     )
@@ -222,12 +237,12 @@ def _engram(read: ConfigReader) -> EngramConfig | None:
 def _draft(read: ConfigReader, layers: int, experts: ExpertConfig) -> DraftConfig:
     return DraftConfig(
         num_layers=layers,
-        block_size=read.positive("dspark_block_size"),
+        block_size=read.positive("dspark_block_size", most=MOST),
         noise_token_id=read.count("dspark_noise_token_id"),
         target_layers=read.integers("dspark_target_layer_ids"),
         markov_rank=read.positive("dspark_markov_rank"),
         experts=ExpertConfig(
-            num_experts=read.positive("dspark_n_routed_experts", experts.num_experts),
+            num_experts=read.positive("dspark_n_routed_experts", experts.num_experts, MOST),
             per_token=read.positive("dspark_num_experts_per_tok", experts.per_token),
             num_shared=experts.num_shared,
             size=experts.size,
@@ -297,6 +312,12 @@ def _extras(config: V41Config) -> list[str]:
                 f"engram_num_embeddings has {len(engram.rows)} entries for "
                 f"{len(engram.layers)} layers"
             )
+        if any(rows < 1 for rows in engram.rows):
+            problems.append(f"engram_num_embeddings {list(engram.rows)}: expected rows of tables")
+        if len({*engram.layers}) < len(engram.layers):
+            problems.append(f"engram_layer_ids {list(engram.layers)} names a layer twice")
+        if engram.pad_token_id >= config.vocab_size:
+            problems.append(f"engram_pad_token_id {engram.pad_token_id} is beyond the vocabulary")
         if engram.max_ngram < 2:
             problems.append(f"engram_max_ngram_size {engram.max_ngram}: the shortest n-gram is 2")
         if beyond := [x for x in engram.layers if not 0 <= x < config.first_decoder_layer]:

@@ -21,6 +21,9 @@ ONLY: Mapping[str, Any] = {
 }
 """Fields of which one value only is built."""
 
+MOST = 10_000
+"""Layers, experts and the like: more of them are a mistake that would take for ever to find."""
+
 
 @frozen(kw_only=True)
 class IndexConfig:
@@ -163,7 +166,7 @@ def read_stack(read: ConfigReader) -> dict[str, Any]:
     plain: dict[str, Any] = {"rope_theta": read.config["rope_theta"]}
     scaled = {
         "attention_factor": 1.0,
-        **(read.config.get("rope_scaling") or {}),
+        **read.table("rope_scaling"),
         "rope_theta": read.config.get("compress_rope_theta", read.config["rope_theta"]),
     }
     return {
@@ -179,8 +182,8 @@ def read_stack(read: ConfigReader) -> dict[str, Any]:
         "rope": read_rope(read, rope_dim, max_position, plain),
         "compressed_rope": read_rope(read, rope_dim, max_position, scaled),
         "norm_eps": read.number("rms_norm_eps", 1e-6),
-        "hc_copies": read.positive("hc_mult"),
-        "hc_iterations": read.positive("hc_sinkhorn_iters"),
+        "hc_copies": read.positive("hc_mult", most=MOST),
+        "hc_iterations": read.positive("hc_sinkhorn_iters", most=MOST),
         "hc_eps": read.number("hc_eps", 1e-6),
         "experts": read_experts(read),
         "max_position": max_position,
@@ -191,9 +194,9 @@ def read_stack(read: ConfigReader) -> dict[str, Any]:
 def read_experts(read: ConfigReader) -> ExpertConfig:
     """The mixture of experts."""
     return ExpertConfig(
-        num_experts=read.positive("n_routed_experts"),
+        num_experts=read.positive("n_routed_experts", most=MOST),
         per_token=read.positive("num_experts_per_tok"),
-        num_shared=read.positive("n_shared_experts"),
+        num_shared=read.positive("n_shared_experts", most=MOST),
         size=read.positive("moe_intermediate_size"),
         limit=read.number("swiglu_limit", 10.0),
         scale=read.number("routed_scaling_factor", 1.5),

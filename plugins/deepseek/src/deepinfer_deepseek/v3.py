@@ -29,9 +29,10 @@ from deepinfer_core.interfaces.model import (
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope, refuse
-from deepinfer_core.models.rope import RopeSpec, tables
+from deepinfer_core.models.rope import RopeSpec, is_positive, tables
 from deepinfer_deepseek.mtp import MtpDrafter
 from deepinfer_deepseek.numerics import Projection, added, sigmoid, wide, wide_dtype
+from deepinfer_deepseek.stack import MOST
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
@@ -117,13 +118,13 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
     """
     read = ConfigReader({**_DEFAULTS, **config})
     read.only(_ONLY)
-    packed = config.get("quantization_config") or {"quant_method": "fp8"}
+    packed = read.table("quantization_config") or {"quant_method": "fp8"}
     if (packed.get("quant_method"), packed.get("fmt", "e4m3")) != ("fp8", "e4m3"):
         read.problems.append(f"quantization_config: only FP8 in E4M3 is supported, got {packed!r}")
     plain, rope_dim = read.positive("qk_nope_head_dim"), read.positive("qk_rope_head_dim")
     max_position = read.positive("max_position_embeddings")
     rope = read_rope(read, rope_dim, max_position)
-    experts, groups = read.positive("n_routed_experts"), read.positive("n_group")
+    experts, groups = read.positive("n_routed_experts", most=MOST), read.positive("n_group")
     per_token, chosen = read.positive("num_experts_per_tok"), read.positive("topk_group")
     if experts % groups or experts // groups < 2:
         read.problems.append(f"n_routed_experts {experts} are not {groups} groups of two or more")
@@ -134,7 +135,7 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
     result = V3Config(
         vocab_size=read.positive("vocab_size"),
         hidden_size=read.positive("hidden_size"),
-        num_layers=read.positive("num_hidden_layers"),
+        num_layers=read.positive("num_hidden_layers", most=MOST),
         num_heads=read.positive("num_attention_heads"),
         q_rank=None if read.config.get("q_lora_rank") is None else read.positive("q_lora_rank"),
         latent_dim=read.positive("kv_lora_rank"),
@@ -150,13 +151,13 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
         dense_size=read.positive("intermediate_size"),
         num_experts=experts,
         experts_per_token=per_token,
-        num_shared=read.positive("n_shared_experts"),
+        num_shared=read.positive("n_shared_experts", most=MOST),
         expert_size=read.positive("moe_intermediate_size"),
         num_groups=groups,
         chosen_groups=chosen,
         renormalise=read.flag("norm_topk_prob"),
         routed_scale=read.number("routed_scaling_factor", 2.5),
-        num_draft_layers=read.count("num_nextn_predict_layers", 0),
+        num_draft_layers=read.count("num_nextn_predict_layers", 0, MOST),
         eos_token_ids=read_ends(read),
     )
     refuse(ARCHITECTURE, read.problems)
@@ -166,10 +167,10 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
 def _sharpening(rope: RopeSpec) -> float:
     """YaRN's factor on both sides of a score, which V3 applies to scores instead of angles."""
     times = rope.options.get("mscale_all_dim")
-    if rope.kind != "yarn" or not times:
+    factor = rope.options.get("factor")
+    if rope.kind != "yarn" or not is_positive(times) or not is_positive(factor):
         return 1.0
-    factor = float(rope.options["factor"])
-    return 0.1 * float(times) * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def weight_specs(config: V3Config) -> tuple[WeightSpec, ...]:

@@ -12,6 +12,7 @@ from attrs import frozen
 
 from deepinfer_core.models.reading import ConfigReader, refuse
 from deepinfer_deepseek.stack import (
+    MOST,
     ONLY,
     IndexConfig,
     StackConfig,
@@ -78,8 +79,8 @@ def read_config(config: Mapping[str, Any]) -> V4Config:
     """
     read = ConfigReader({**_DEFAULTS, **config})
     read.only(ONLY)
-    layers = read.positive("num_hidden_layers")
-    drafts = read.count("num_nextn_predict_layers")
+    layers = read.positive("num_hidden_layers", most=MOST)
+    drafts = read.count("num_nextn_predict_layers", most=MOST)
     ratios = read.integers("compress_ratios")
     hashed = read.count("num_hash_layers")
     if not read.problems and len(ratios) not in (layers, layers + drafts):

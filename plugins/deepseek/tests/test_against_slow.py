@@ -33,6 +33,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "index_source_layer_ids": [2, 4, 6, 7, 9],
     },
     "one temperature, no rotation scaling": {"rope_scaling": None},
+    # The padding token has another number among compressed ones.
+    "shorter n-grams": {"engram_max_ngram_size": 3, "engram_pad_token_id": 97},
+    "other factors": {
+        "gate_temp": 1.7,
+        "swiglu_limit": 0.3,
+        "routed_scaling_factor": 2.2,
+        "n_shared_experts": 2,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 3,
+        "hc_eps": 1e-2,
+        "rms_norm_eps": 1e-3,
+    },
     "odd sizes": {"sliding_window": 5, "index_topk": 7, "candidate_block_size": 3},
 }
 

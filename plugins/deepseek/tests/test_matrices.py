@@ -16,7 +16,10 @@ from deepinfer_deepseek.quant.numbers import E4M3
 
 SQUARE = MatrixFormat(number=E4M3, rows=32, columns=32)
 LARGE = MatrixFormat(number=E4M3, rows=128, columns=128)
-ALL = pytest.mark.parametrize("format", [SQUARE, LARGE, FP8_ROWS, FP4], ids=lambda f: f.name)
+OBLONG = MatrixFormat(number=E4M3, rows=16, columns=64)
+ALL = pytest.mark.parametrize(
+    "format", [SQUARE, LARGE, FP8_ROWS, FP4, OBLONG], ids=lambda f: f.name
+)
 
 
 def random_matrix(

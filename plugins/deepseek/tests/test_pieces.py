@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ import torch
 from deepinfer_core.errors import CheckpointError, CompositionError
 from deepinfer_core.interfaces.attention import AttentionContext
 from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_core.text.tokenizer import Tokenizer
 from deepinfer_deepseek.attention import LatentAttention, LatentPlan, Seen, attend
 from deepinfer_deepseek.config import read_config
-from deepinfer_deepseek.engram import check_rows, hashes_of
+from deepinfer_deepseek.engram import check_ids, check_rows, compressed_ids, hashes_of
 from deepinfer_deepseek.indexer import candidates, scores, top_entries
 from deepinfer_deepseek.testing.tiny import harness, tiny_config, tokens_of
 
@@ -130,6 +131,51 @@ def test_primes_of_the_public_tables(real: dict[str, Any]) -> None:
     hashes = hashes_of(engram)
     assert [len(hashes[layer].primes) for layer in engram.layers] == [24, 24]
     assert len({*hashes[1].primes.tolist(), *hashes[14].primes.tolist()}) == 48
+
+
+class Words:
+    """A tokenizer of these texts."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = texts
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return self._texts[ids[0]]
+
+    def token(self, token_id: int) -> str:
+        return f"raw {token_id}"
+
+
+def numbers_of(*texts: str) -> list[int]:
+    return compressed_ids(cast("Tokenizer", Words(*texts)), len(texts)).tolist()
+
+
+@pytest.mark.parametrize(
+    "alike",
+    [
+        ["Éa", "ea", " EA", "ea \n", "e\u0301a"],  # case, accents and blanks around
+        ["ﬁ", "fi", "Ｆｉ"],
+        ["a b", "a\n\t b", "A  B"],
+        [" ", "\n", "   ", "\t\r"],  # one space, which stays
+    ],
+    ids=str,
+)
+def test_texts_that_count_as_one(alike: list[str]) -> None:
+    assert numbers_of("x", *alike, "y") == [0, *[1] * len(alike), 2]
+
+
+def test_texts_that_stay_apart() -> None:
+    """Among them bytes that are no text, and one that normalises to nothing."""
+    different = ["", " ", "a", "ab", "a b", "\ufffd", "a\ufffd", "\u0301", "<｜end｜>"]
+    assert numbers_of(*different) == list(range(len(different)))
+
+
+def test_another_tokenizer_is_refused() -> None:
+    engram = read_config(tiny_config()).engram
+    assert engram is not None
+    with pytest.raises(CheckpointError, match="it is not the tokenizer of this model"):
+        check_ids(engram, np.array([0, 1, 2]))
 
 
 def test_tables_of_another_size_are_refused() -> None:

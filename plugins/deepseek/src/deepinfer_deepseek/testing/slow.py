@@ -313,7 +313,8 @@ class SlowV41:
 
     def _experts(self, base: str, x: Array) -> Array:
         c, w = self.c, self.w
-        scores = np.sqrt(np.logaddexp(0, w[f"{base}gate.weight"] @ x))
+        logits = w[f"{base}gate.weight"] @ x / c.get("gate_temp", 1.0)
+        scores = np.sqrt(np.logaddexp(0, logits))
         biased = scores + w[f"{base}gate.bias"]
         chosen = sorted(range(len(scores)), key=lambda e: (-biased[e], e))
         chosen = chosen[: c["num_experts_per_tok"]]
@@ -333,7 +334,8 @@ class SlowV41:
 
     def _engram(self, layer: int, stream: Array, tokens: Sequence[int], p: int) -> Array:
         c, base = self.c, f"layers.{layer}.engram."
-        longest, heads, vocab = 4, c["engram_n_heads"], c["engram_compressed_vocab_size"]
+        longest, heads = c.get("engram_max_ngram_size", 4), c["engram_n_heads"]
+        vocab = c["engram_compressed_vocab_size"]
         bound = max(1, (2**63 - 1) // vocab // 2)
         random = np.random.default_rng(10007 * layer)
         factors = (random.integers(0, bound, size=longest, dtype=np.int64) * 2 + 1).tolist()
@@ -351,7 +353,7 @@ class SlowV41:
                         tables.append(at)
             if number == layer:
                 break
-        pad = self.engram_ids[2]
+        pad = self.engram_ids[c.get("engram_pad_token_id", 2)]
         near = [self.engram_ids[tokens[p - s]] if p >= s else pad for s in range(longest)]
         mixed, rows = near[0] * factors[0], []
         for n in range(1, longest):

@@ -81,12 +81,12 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
     engram = EngramConfig(
         layers=tuple(layers),
         rows=(),
-        max_ngram=4,
+        max_ngram=config.get("engram_max_ngram_size", 4),
         num_heads=config["engram_n_heads"],
         head_dim=config["engram_head_dim"],
         vocab_size=config["engram_vocab_size"],
         compressed_vocab_size=config["engram_compressed_vocab_size"],
-        pad_token_id=2,
+        pad_token_id=config.get("engram_pad_token_id", 2),
     )
     hashes = hashes_of(engram)
     config["engram_num_embeddings"] = [int(hashes[layer].primes.sum()) for layer in layers]

@@ -9,7 +9,14 @@ from typing import Any
 from attrs import field, frozen
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
+from deepinfer_core.models.reading import (
+    MOST_POSITIONS,
+    ConfigReader,
+    read_ends,
+    read_heads,
+    read_rope,
+    refuse,
+)
 from deepinfer_core.models.rope import RopeSpec
 
 
@@ -143,7 +150,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     layers, hidden = read.positive("num_hidden_layers"), read.positive("hidden_size")
     heads, kv_heads, head_dim = read_heads(read, hidden)
     bias = traits.biases and read.flag("attention_bias")
-    max_position = read.positive("max_position_embeddings", 2048)
+    max_position = read.positive("max_position_embeddings", 2048, MOST_POSITIONS)
     use_rope = _use_rope(read, traits, layers)
     result = DecoderConfig(
         architecture=architecture,

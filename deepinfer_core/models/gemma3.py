@@ -20,7 +20,14 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
+from deepinfer_core.models.reading import (
+    MOST_POSITIONS,
+    ConfigReader,
+    read_ends,
+    read_heads,
+    read_rope,
+    refuse,
+)
 from deepinfer_core.models.rope import RopeSpec, tables
 
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -91,7 +98,7 @@ def read_config(config: Mapping[str, Any]) -> Gemma3Config:
         read.problems.append("use_bidirectional_attention: only causal attention is supported")
     hidden = read.positive("hidden_size")
     heads, kv_heads, head_dim = read_heads(read, hidden)
-    max_position = read.positive("max_position_embeddings")
+    max_position = read.positive("max_position_embeddings", most=MOST_POSITIONS)
     result = Gemma3Config(
         vocab_size=read.positive("vocab_size"),
         hidden_size=hidden,

@@ -25,7 +25,14 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_heads, read_rope, refuse
+from deepinfer_core.models.reading import (
+    MOST_POSITIONS,
+    ConfigReader,
+    read_ends,
+    read_heads,
+    read_rope,
+    refuse,
+)
 from deepinfer_core.models.rope import RopeSpec, tables
 
 ARCHITECTURE = "GptOssForCausalLM"
@@ -85,7 +92,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     read = ConfigReader({**_DEFAULTS, **config})
     hidden, inner = read.positive("hidden_size"), read.positive("intermediate_size")
     heads, kv_heads, head_dim = read_heads(read, hidden)
-    max_position = read.positive("max_position_embeddings")
+    max_position = read.positive("max_position_embeddings", most=MOST_POSITIONS)
     experts = read.positive(
         "num_local_experts" if "num_local_experts" in read.config else "num_experts"
     )

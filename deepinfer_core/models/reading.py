@@ -8,6 +8,9 @@ from typing import Any
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.models.rope import KINDS, RopeSpec, is_positive, problems_of
 
+MOST_POSITIONS = 2**24
+"""Longest context: each position has its angles in memory."""
+
 
 class ConfigReader:
     """Typed access that collects problems instead of raising."""
@@ -146,6 +149,8 @@ def read_rope(
             f"cannot rotate {rotary_dim} numbers in pairs"
         )
     read.problems += problems_of(kind, options, rotary_dim)
+    if kind == "yarn" and theta == 1:
+        read.problems.append("rope_theta 1 with rope type 'yarn': all numbers turn alike")
     return RopeSpec(
         kind=kind, theta=theta, rotary_dim=rotary_dim, max_position=max_position, options=options
     )

@@ -62,6 +62,11 @@ def test_a_number_is_finite_and_above_0(value: Any) -> None:
         assert problems_of(**{key: value}).startswith(f"{key}: expected a positive number, got")
 
 
+def test_a_context_without_end_is_refused() -> None:
+    found = problems_of(max_position_embeddings=10**13)
+    assert found == "max_position_embeddings: at most 16777216 are supported, got 10000000000000"
+
+
 def test_options_of_rotation_come_in_a_table() -> None:
     assert "rope_scaling: expected a table, got 'yarn'" in problems_of(rope_scaling="yarn")
 

@@ -59,6 +59,10 @@ def test_a_flat_configuration_is_the_same(real: dict[str, Any]) -> None:
         ({"head_dim": "512"}, "head_dim: expected a positive whole number"),
         ({"rope_scaling": "yarn"}, "rope_scaling: expected a table, got 'yarn'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": "x"}}, "rope beta_fast: exp"),
+        ({"compress_rope_theta": 1}, "rope_theta 1 with rope type 'yarn'"),
+        ({"max_position_embeddings": 10**13}, "max_position_embeddings: at most 16777216"),
+        ({"sliding_window": 10**12}, "sliding_window: at most 16777216"),
+        ({"moe_intermediate_size": 2303}, "moe_intermediate_size 2303 is odd: FP4 lies two"),
         ({"gate_temp": math.nan}, "gate_temp: expected a positive number, got nan"),
         ({"hc_eps": math.inf}, "hc_eps: expected a positive number, got inf"),
         ({"n_routed_experts": 10**12}, "n_routed_experts: at most 10000 are supported"),
@@ -78,6 +82,14 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(CheckpointError) as caught:
         read_config(real)
     assert any(re.search(message, problem) for problem in caught.value.problems)
+
+
+def test_no_more_is_chosen_than_there_can_be(real: dict[str, Any]) -> None:
+    """Any large number says that all entries are wanted, and costs no memory."""
+    names = ("index_topk", "candidate_topk_blocks", "candidate_block_size")
+    real["text_config"].update(dict.fromkeys(names, 10**12), max_position_embeddings=64)
+    index = read_config(real).index
+    assert (index.topk, index.candidate_blocks, index.candidate_block_size) == (64, 64, 64)
 
 
 def test_an_image_token_that_is_none_is_named(real: dict[str, Any]) -> None:

@@ -210,6 +210,14 @@ def test_named_options_reach_the_model(make: Make) -> None:
     assert runner.engine.spec.decoder_keep == 0
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 37])
+def test_pages_of_one_token(make: Make, length: int) -> None:
+    """Those of entries for two tokens hold one; prompts may be as short as they can be."""
+    prompt = tokens_of(length)
+    found = make("pages", page_size=1, kv_pages=512).run(prompt, max_tokens=4)
+    assert bits(found) == bits(make("pages").run(prompt, max_tokens=4))
+
+
 @pytest.mark.parametrize("batch", [1, 5, 13])
 def test_a_bounded_replay_does_not_depend_on_chunks(make: Make, batch: int) -> None:
     """Also where one ends within the replayed rows, or at the end of the hit."""

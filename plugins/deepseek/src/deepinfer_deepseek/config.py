@@ -169,7 +169,7 @@ def read_config(config: Mapping[str, Any]) -> V41Config:
         num_layers=layers,
         head_norm=False,
         ratios=ratios[:layers],
-        index=_index(read),
+        index=_index(read, stack["max_position"]),
         quantization=read_quantization(read, config),
         kv_sources=read.integers("kv_source_layer_ids"),
         engram=_engram(read),
@@ -190,7 +190,8 @@ def _sizes(config: V41Config) -> list[str]:
     return problems
 
 
-def _index(read: ConfigReader) -> IndexConfig:
+def _index(read: ConfigReader, most: int) -> IndexConfig:
+    """How entries are chosen; there are at most as many as positions."""
     keys = "index_k_source_layer_ids"
     candidate = read.config.get("candidate_source_layer_id")
     if candidate is not None and type(candidate) is not int:
@@ -198,14 +199,14 @@ def _index(read: ConfigReader) -> IndexConfig:
     return IndexConfig(
         num_heads=read.positive("index_n_heads"),
         head_dim=read.positive("index_head_dim"),
-        topk=read.positive("index_topk"),
+        topk=min(read.positive("index_topk"), most),
         sources=read.integers("index_source_layer_ids"),
         key_sources=read.integers(
             "kv_source_layer_ids" if read.config.get(keys) in (None, []) else keys
         ),
         candidate_layer=candidate,
-        candidate_blocks=read.positive("candidate_topk_blocks"),
-        candidate_block_size=read.positive("candidate_block_size"),
+        candidate_blocks=min(read.positive("candidate_topk_blocks"), most),
+        candidate_block_size=min(read.positive("candidate_block_size"), most),
     )
 
 

@@ -41,7 +41,7 @@ def cache_groups(
 
     Args:
         config: of the model.
-        page_size: tokens per page.
+        page_size: tokens per page; a multiple of it where entries stand for more tokens.
         dtype: of keys.
         truncates: whether the decoder drops early rows of a prompt.
     """
@@ -66,7 +66,7 @@ def cache_groups(
                     key_dim=dim,
                     value_dim=0,
                     dtype=dtype,
-                    page_size=page_size,
+                    page_size=math.lcm(page_size, ratio),
                     ratio=ratio,
                 )
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope
+from deepinfer_core.models.reading import MOST_POSITIONS, ConfigReader, read_ends, read_rope
 from deepinfer_core.models.rope import RopeSpec
 
 ONLY: Mapping[str, Any] = {
@@ -161,7 +161,7 @@ def owner(sources: tuple[int, ...], layer: int) -> int:
 
 def read_stack(read: ConfigReader) -> dict[str, Any]:
     """The fields of ``StackConfig`` that every such configuration has alike."""
-    max_position = read.positive("max_position_embeddings")
+    max_position = read.positive("max_position_embeddings", most=MOST_POSITIONS)
     rope_dim = read.positive("qk_rope_head_dim")
     plain: dict[str, Any] = {"rope_theta": read.config["rope_theta"]}
     scaled = {
@@ -178,7 +178,7 @@ def read_stack(read: ConfigReader) -> dict[str, Any]:
         "q_rank": read.positive("q_lora_rank"),
         "o_groups": read.positive("o_groups"),
         "o_rank": read.positive("o_lora_rank"),
-        "window": read.positive("sliding_window"),
+        "window": read.positive("sliding_window", most=MOST_POSITIONS),
         "rope": read_rope(read, rope_dim, max_position, plain),
         "compressed_rope": read_rope(read, rope_dim, max_position, scaled),
         "norm_eps": read.number("rms_norm_eps", 1e-6),
@@ -240,6 +240,16 @@ def size_problems(config: StackConfig) -> list[str]:
     for name, size in (("head_dim", config.head_dim), ("index_head_dim", config.index.head_dim)):
         if size < config.rope_dim:
             problems.append(f"{name} {size} is less than qk_rope_head_dim {config.rope_dim}")
+    quantization = config.quantization
+    if quantization is not None and quantization.expert_dtype == "fp4":
+        problems += [
+            f"{name} {size} is odd: FP4 lies two to a byte"
+            for name, size in (
+                ("hidden_size", config.hidden_size),
+                ("moe_intermediate_size", config.experts.size),
+            )
+            if size % 2
+        ]
     if config.num_heads % config.o_groups:
         problems.append(
             f"num_attention_heads {config.num_heads} is not a multiple of o_groups "

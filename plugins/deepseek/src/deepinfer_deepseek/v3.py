@@ -28,7 +28,7 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import ConfigReader, read_ends, read_rope, refuse
+from deepinfer_core.models.reading import MOST_POSITIONS, ConfigReader, read_ends, read_rope, refuse
 from deepinfer_core.models.rope import RopeSpec, is_positive, tables
 from deepinfer_deepseek.mtp import MtpDrafter
 from deepinfer_deepseek.numerics import Projection, added, sigmoid, wide, wide_dtype
@@ -122,7 +122,7 @@ def read_config(config: Mapping[str, Any]) -> V3Config:
     if (packed.get("quant_method"), packed.get("fmt", "e4m3")) != ("fp8", "e4m3"):
         read.problems.append(f"quantization_config: only FP8 in E4M3 is supported, got {packed!r}")
     plain, rope_dim = read.positive("qk_nope_head_dim"), read.positive("qk_rope_head_dim")
-    max_position = read.positive("max_position_embeddings")
+    max_position = read.positive("max_position_embeddings", most=MOST_POSITIONS)
     rope = read_rope(read, rope_dim, max_position)
     experts, groups = read.positive("n_routed_experts", most=MOST), read.positive("n_group")
     per_token, chosen = read.positive("num_experts_per_tok"), read.positive("topk_group")

@@ -88,15 +88,16 @@ def read_config(config: Mapping[str, Any]) -> V4Config:
             f"compress_ratios has {len(ratios)} entries for {layers}+{drafts} layers"
         )
     ranked = tuple(layer for layer, ratio in enumerate(ratios[:layers]) if ratio == RANKED)
+    stack = read_stack(read)
     result = V4Config(
-        **read_stack(read),
+        **stack,
         num_layers=layers,
         head_norm=True,
         ratios=ratios[:layers],
         index=IndexConfig(
             num_heads=read.positive("index_n_heads"),
             head_dim=read.positive("index_head_dim"),
-            topk=read.positive("index_topk"),
+            topk=min(read.positive("index_topk"), stack["max_position"]),
             sources=ranked,
             key_sources=ranked,
             candidate_layer=None,

@@ -17,6 +17,7 @@ from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.testing.checkpoints import DRAFTS
+from deepinfer_deepseek.testing.engines import Runner, bits
 from deepinfer_deepseek.testing.tiny import harness, slow, tokens_of, write_tiny
 
 TAPS = ("layer.6", "layer.7", "layer.8")
@@ -119,6 +120,36 @@ def test_answers_are_the_same_with_drafts(drafting: Path, params: dict[str, Any]
         drafted, judged = answers(drafting, drafter, **params)
         assert drafted == plain
         assert judged > 20
+
+
+def test_replayed_cold_and_drafted_rows_share_steps(drafting: Path) -> None:
+    """Each request's answer is what it is alone, without drafts, after the same hit."""
+    dspark = pytest.importorskip("deepinfer_dspark")
+    prefix = pytest.importorskip("deepinfer_prefix")
+    cache = prefix.PrefixConfig(replay="bounded", replay_tokens=12)
+    prompts = [[*tokens_of(60), *tokens_of(9, 1)], tokens_of(33, 3), tokens_of(1, 4)]
+
+    def prepared(**config: Any) -> Runner:
+        keep = V41Options(decoder_keep=KEEP)
+        engine = {"max_batch_tokens": 16}
+        runner = Runner(
+            drafting, [prefix, dspark], engine, cache=cache, model_component=keep, **config
+        )
+        runner.run(tokens_of(60), max_tokens=1)
+        return runner
+
+    alone, together = prepared(), prepared(drafter="dspark", budget="fixed")
+    names = []
+    for prompt in prompts:
+        names.append(together.submit(prompt, max_tokens=9))
+        together.engine.step()
+    results = together.finish(*names)
+    assert [result.cached_tokens for result in results] == [60, 0, 0]
+    assert all(result.drafted > 5 for result in results)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert bits(result) == bits(alone.run(prompt, max_tokens=9))
+    together.engine.close()
+    alone.engine.close()
 
 
 def test_a_budget_that_measures_steps_serves_it(drafting: Path) -> None:

@@ -148,7 +148,8 @@ class Words:
 
 
 def numbers_of(*texts: str) -> list[int]:
-    return compressed_ids(cast("Tokenizer", Words(*texts)), len(texts)).tolist()
+    found: list[int] = compressed_ids(cast("Tokenizer", Words(*texts)), len(texts)).tolist()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,12 @@ class ModelStep:
         storages: Sequence[GroupStorage],
         group_of: Mapping[int, int],
         device: torch.device,
+        on_launch: Callable[[], None] | None = None,
     ) -> None:
         self.batch = batch
         self.token_ids = token_ids
         self._device, self._padded_logits = device, padded_logits
+        self._on_launch = on_launch
         self.scratch: dict[str, Any] = {}
         self.taps: dict[str, Tensor] = {}
         self._attention, self._storages, self._group_of = attention, storages, group_of
@@ -53,6 +55,7 @@ class ModelStep:
         self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, params: Any
     ) -> Tensor:
         """Attention of one layer over its cache group."""
+        self._begin()
         group, real = self._group_of[layer], self.batch.num_tokens
         padding = q.shape[0] - real
         if padding:
@@ -66,7 +69,14 @@ class ModelStep:
 
     def group(self, index: int) -> tuple[Any, Any]:
         """(storage, plan) of a cache group."""
+        self._begin()
         return self._storages[index], self._plans[index]
+
+    def _begin(self) -> None:
+        """All that is left to do is to compute."""
+        if self._on_launch is not None:
+            self._on_launch()
+            self._on_launch = None
 
     def tap(self, name: str, hidden: Tensor) -> None:
         """Keep a layer's output if it was asked for."""
@@ -172,9 +182,8 @@ class LocalExecutor:
             storages=self._storages,
             group_of=self._group_of,
             device=device,
+            on_launch=on_launch,
         )
-        if on_launch is not None:
-            on_launch()
         hidden = self._model.forward(step)
         return LocalOutput(self._model, hidden, num_logits, step.taps, pad)
 

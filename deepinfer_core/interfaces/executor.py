@@ -38,8 +38,8 @@ class Executor(Protocol):
     ) -> Pending[StepOutput]:
         """Queue one forward pass.
 
-        ``on_launch`` is called once all is prepared for the model to compute, in the thread that
-        does it; it must not raise.
+        ``on_launch`` is called once, when the model first asks for attention or its state, in the
+        thread that runs it; it must not raise.
         """
         ...
 

@@ -104,8 +104,6 @@ class NativeDecoderLayers:
     def run(self, step: StepContext, handle: DecoderHandle) -> Tensor:
         """See ``DecoderLayers``; rows of padding are left out."""
         batch = step.batch
-        storages, plans = zip(*map(step.group, range(len(batch.groups))), strict=True)
-        handle.bind(storages)
         rows, wanted = batch.num_tokens, np.ascontiguousarray(batch.logit_rows, np.int32)
         positions = np.ascontiguousarray(batch.positions, np.int32)
         hidden = handle.weights.hidden_size
@@ -113,15 +111,20 @@ class NativeDecoderLayers:
         tap_array = (ctypes.c_void_p * len(handle.taps))()
         for name, rows_of_tap in taps.items():
             tap_array[handle.taps[name]] = rows_of_tap.data_ptr()
-        plan_array = (ctypes.c_void_p * len(plans))(*(ctypes.addressof(p.struct) for p in plans))
         out = torch.empty(len(wanted), hidden)
+        token_ids, out_pointer = step.token_ids.data_ptr(), out.data_ptr()
+        # From here on the interpreter's lock is not given up before the library has it all: readers
+        # of the last step's tokens are woken by ``group``, and would take it.
+        storages, plans = zip(*map(step.group, range(len(batch.groups))), strict=True)
+        handle.bind(storages)
+        plan_array = (ctypes.c_void_p * len(plans))(*(ctypes.addressof(p.struct) for p in plans))
         native = structs.Step(
-            token_ids=step.token_ids.data_ptr(),
+            token_ids=token_ids,
             positions=positions.ctypes.data,
             plans=ctypes.addressof(plan_array),
             wanted=wanted.ctypes.data,
             taps=ctypes.addressof(tap_array),
-            out=out.data_ptr(),
+            out=out_pointer,
             rows=rows,
             num_wanted=len(wanted),
         )

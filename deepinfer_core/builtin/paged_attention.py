@@ -190,26 +190,34 @@ def _attend_tile(
         q = functional.pad(q, (0, 0, 0, 0, 0, needed - num_rows))
     q = q.reshape(kv_heads, max(needed, num_rows) * per_kv, -1)
     parts = []
+    copies: dict[tuple[int, int, int], Tensor] = {}
     total = q.new_full((kv_heads, num_rows * per_kv, 1), -torch.inf)
     for block in tile.blocks:
-        rows = slice(block.first * per_kv, block.computed * per_kv)
-        scores = _shared(q[:, rows], keys.read(block.page, q.dtype), transposed=True)
-        scores = _capped(scores, params)
+        rows = _repeated(q, block.first * per_kv, block.computed * per_kv, block.count, copies)
+        block_keys, block_values = (
+            stored.read(block.pages, q.dtype).flatten(0, 1) for stored in (keys, values)
+        )
+        scores = _capped(_shared(rows, block_keys, transposed=True), params)
         if block.bias is not None:
             scores.view(kv_heads, -1, per_kv, size).add_(block.bias)
-        maxima, weights, masses = _page_softmax(scores)
-        means = _shared(weights, values.read(block.page, q.dtype))
         kept = (block.last - block.first) * per_kv
+        maxima, weights, masses = _page_softmax(scores)
+        means = _shared(weights, block_values)
+        maxima, masses, means = (
+            found.unflatten(0, (block.count, kv_heads))[:, :, :kept]
+            for found in (maxima, masses, means)
+        )
         here = total[:, block.first * per_kv : block.last * per_kv]
-        torch.maximum(here, maxima[:, :kept], out=here)
-        parts.append((block, maxima[:, :kept], masses[:, :kept], means[:, :kept]))
+        torch.maximum(here, maxima.amax(0), out=here)
+        parts.append((block, maxima, masses, means))
     mass = torch.zeros_like(total)
     summed = q.new_zeros(kv_heads, num_rows * per_kv, value_dim)
     for block, maxima, masses, means in parts:
-        rows = slice(block.first * per_kv, block.last * per_kv)
-        factors = (maxima - total[:, rows]).exp_().mul_(masses)
-        mass[:, rows] += factors
-        summed[:, rows] += means.mul_(factors)
+        seeing = slice(block.first * per_kv, block.last * per_kv)
+        factors = (maxima - total[:, seeing]).exp_().mul_(masses)
+        for page_mass, page_sum in zip(factors, means.mul_(factors), strict=True):
+            mass[:, seeing] += page_mass
+            summed[:, seeing] += page_sum
     result = _finish(
         total.view(kv_heads, num_rows, per_kv, 1).transpose(0, 1),
         mass.view(kv_heads, num_rows, per_kv, 1).transpose(0, 1),
@@ -218,6 +226,21 @@ def _attend_tile(
         heads_per_kv=per_kv,
     )
     return result.transpose(0, 1)
+
+
+def _repeated(
+    q: Tensor,
+    start: int,
+    stop: int,
+    count: int,
+    copies: dict[tuple[int, int, int], Tensor],
+) -> Tensor:
+    """[count * kv_heads, stop - start, dim]: the rows for each of some pages, copied once."""
+    key = start, stop, count
+    if key not in copies:
+        rows = q[:, start:stop]
+        copies[key] = rows if count == 1 else rows.repeat(count, 1, 1)
+    return copies[key]
 
 
 def _shared(rows: Tensor, page: Tensor, *, transposed: bool = False) -> Tensor:

@@ -25,6 +25,9 @@ SPARSE = 1.3
 TILE_ROWS = 256
 """Query tokens of one tile; keeps a page's scores within a core's cache."""
 
+RUN_ROWS = 2 * TILE_ROWS
+"""Query tokens times pages of one product, where pages go together."""
+
 
 @frozen(kw_only=True, eq=False)
 class Singles:
@@ -55,17 +58,19 @@ class Singles:
 
 @frozen(kw_only=True, eq=False)
 class Block:
-    """One page as seen by one tile.
+    """A page as seen by one tile, or several that are seen alike and as a whole.
 
     Attributes:
-        page: the page.
+        pages: their indices, or the slice of pages to read in place.
+        count: how many.
         first: first row of the tile that sees something of it.
         last: end of those rows.
         computed: end of the rows to compute, so that products have a multiple of ROW_MULTIPLE.
         bias: [computed - first, 1, page_size] or None where everything is visible.
     """
 
-    page: int
+    pages: Tensor | slice
+    count: int
     first: int
     last: int
     computed: int
@@ -223,7 +228,7 @@ def _blocks(
     lowest = np.full(len(positions), int(group.visible_from[index]), np.int64)
     if spec.window:
         lowest = np.maximum(lowest, positions - spec.window + 1)
-    blocks = []
+    seen: list[tuple[int, int, int, Tensor | None, list[int]]] = []
     for page_index in range(int(lowest[0]) // size, int(positions[-1]) // size + 1):
         page_start = page_index * size
         first = int(np.searchsorted(positions, page_start))
@@ -234,14 +239,30 @@ def _blocks(
         hidden[: last - first] = (key_positions > positions[first:last, None]) | (
             key_positions < lowest[first:last, None]
         )
-        bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))[:, None]
-        blocks.append(
-            Block(
-                page=int(group.block_tables[index, page_index]),
-                first=first,
-                last=last,
-                computed=computed,
-                bias=bias if hidden.any() else None,
-            )
+        bias = None
+        if hidden.any():
+            bias = torch.from_numpy(np.where(hidden, np.float32(-np.inf), np.float32(0)))[:, None]
+        page = int(group.block_tables[index, page_index])
+        if seen and bias is None and seen[-1][:4] == (first, last, computed, None):
+            together = seen[-1][4]
+            if (len(together) + 1) * (computed - first) <= RUN_ROWS:
+                together.append(page)
+                continue
+        seen.append((first, last, computed, bias, [page]))
+    return [
+        Block(
+            pages=_in_place(pages),
+            count=len(pages),
+            first=first,
+            last=last,
+            computed=computed,
+            bias=bias,
         )
-    return blocks
+        for first, last, computed, bias, pages in seen
+    ]
+
+
+def _in_place(pages: list[int]) -> Tensor | slice:
+    if pages == list(range(pages[0], pages[0] + len(pages))):
+        return slice(pages[0], pages[0] + len(pages))
+    return torch.tensor(pages)

@@ -163,6 +163,33 @@ def test_layers_read_what_the_last_writer_wrote() -> None:
     continue_mixed(world)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_that_are_seen_alike_go_together_with_the_same_bits(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_rows() -> tuple[torch.Tensor, int]:
+        products = 0
+
+        def counted(*arguments: Any, **options: Any) -> torch.Tensor:
+            nonlocal products
+            products += 1
+            return shared(*arguments, **options)
+
+        world = world_of(dtype=dtype)
+        fill(world, (70, 41))
+        monkeypatch.setattr(paged_attention, "_shared", counted)
+        found, _ = world.step([Rows(sequence_id=0, count=10)])[0]
+        monkeypatch.setattr(paged_attention, "_shared", shared)
+        return found, products
+
+    shared = paged_attention._shared
+    together, few = last_rows()
+    monkeypatch.setattr(paged_plan, "RUN_ROWS", 0)
+    alone, many = last_rows()
+    assert_same_bits(together, alone)
+    assert (few, many) == (2 * (1 + 2), 2 * 10)  # of ten pages two are seen in part
+
+
 def test_rows_beyond_one_tile() -> None:
     world = world_of()
     fill(world, (paged_plan.TILE_ROWS + 37,))

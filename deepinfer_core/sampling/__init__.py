@@ -4,10 +4,11 @@
 `verify` judges drafts; `rng` has the random numbers that all of it and kernels must follow.
 """
 
-from deepinfer_core.sampling.draws import draw_coupled, draw_masses
+from deepinfer_core.sampling.draws import Draw, draw_coupled, draw_masses
 from deepinfer_core.sampling.filters import Candidates, candidates
 from deepinfer_core.sampling.processors import pack_mask, process
 from deepinfer_core.sampling.rng import (
+    MASK64,
     Purpose,
     gumbel,
     output_seed,
@@ -21,7 +22,9 @@ from deepinfer_core.sampling.scores import score_row, score_rows
 from deepinfer_core.sampling.verify import Trial, Verdict, judge_draft, verify
 
 __all__ = [
+    "MASK64",
     "Candidates",
+    "Draw",
     "FailureKind",
     "Purpose",
     "RowFailure",

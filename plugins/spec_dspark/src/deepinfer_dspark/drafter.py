@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import define, field
 from torch import Tensor
@@ -18,7 +19,9 @@ from deepinfer_core.interfaces.drafter import (
 )
 from deepinfer_core.requests import SamplingParams
 from deepinfer_core.sampling import (
+    MASK64,
     Candidates,
+    Draw,
     Purpose,
     candidates,
     draw_coupled,
@@ -73,6 +76,7 @@ class DsparkDrafter:
         independent: draw drafts with noise of their own and report distributions, as
             ``rejection`` needs it, instead of with the target's noise.
         block_size: most drafts of a pass, 0 = as many as the network makes.
+        draw: op "draw"; None = its reference.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class DsparkDrafter:
         replay_tokens: int,
         independent: bool = False,
         block_size: int = 0,
+        draw: Any = None,
     ) -> None:
         self.taps = runner.taps
         self.replay_tokens = min(replay_tokens, runner.window or replay_tokens)
@@ -93,6 +98,7 @@ class DsparkDrafter:
         self._ids, self._vocab_size = draft_vocab_ids, vocab_size
         self._calibration = calibration
         self._independent = independent
+        self._draw = draw or Draw()
         self._block_size = block_size or runner.block_size
         self._pairs = Pairs(embed) if runner.lookahead else None
         self._contexts: dict[int, ContextCache] = {}
@@ -220,19 +226,18 @@ class DsparkDrafter:
             bias, state = runner.correct(hidden[:, row], embedded, state)
             logits = base[:, row] + bias
             sure = self._confidence_logits(hidden[:, row], embedded, logits)
-            likeliest = self._ids[logits.argmax(-1)].tolist()
-            for index, draft in enumerate(active):
-                if row >= draft.limit:
-                    continue
-                params = draft.request.params or GREEDY
-                token = likeliest[index]
-                if draft.request.temperature > 0.0:
-                    token = self._draw(draft, params, row, logits[index])
-                draft.tokens.append(token)
-                draft.logits.append(sure[index])
-                draft.confidences.append(self._calibration.confidence(row, sure[index]))
-                likeliest[index] = token
-            previous = torch.tensor(likeliest)
+            tokens = self._ids[logits.argmax(-1)].tolist()
+            growing = [at for at, draft in enumerate(active) if row < draft.limit]
+            drawing = [at for at in growing if active[at].request.temperature > 0.0]
+            draw = self._draw_independently if self._independent else self._draw_coupled
+            for at, token in draw([active[at] for at in drawing], row, logits[drawing]):
+                tokens[drawing[at]] = token
+            for at in growing:
+                draft = active[at]
+                draft.tokens.append(tokens[at])
+                draft.logits.append(sure[at])
+                draft.confidences.append(self._calibration.confidence(row, sure[at]))
+            previous = torch.tensor(tokens)
 
     def _confidence_logits(self, hidden: Tensor, embedded: Tensor, logits: Tensor) -> list[float]:
         """Logits of the probability of acceptance, from what stands before: never from the draft.
@@ -245,19 +250,46 @@ class DsparkDrafter:
         found: list[float] = said.tolist()
         return found
 
-    def _draw(self, draft: _Growing, params: SamplingParams, row: int, logits: Tensor) -> int:
-        """Draw a draft from its filtered distribution; at T = 0 that is the likeliest token."""
-        request = draft.request
-        kept = candidates(logits, params)
-        position = len(request.token_ids) + row
-        purpose = Purpose.DRAFT if self._independent else Purpose.FRESH
-        named = Candidates(token_ids=self._ids[kept.token_ids], x=kept.x)
-        if self._independent:
+    def _draw_coupled(
+        self, drafts: Sequence[_Growing], row: int, logits: Tensor
+    ) -> Iterable[tuple[int, int]]:
+        """Draw as the target will, with its filters and the noise of the position."""
+        if not drafts:
+            return ()
+        requests = [draft.request for draft in drafts]
+        params = [request.params or GREEDY for request in requests]
+        # The noise belongs to ids of the whole vocabulary; by numpy, as `take_rows` says.
+        whole = np.full((len(drafts), self._vocab_size), -np.inf, np.float32)
+        whole[:, self._ids.numpy()] = logits.numpy()
+        keys = stream_key(
+            np.array([request.seed & MASK64 for request in requests], np.uint64).view(np.int64),
+            np.array([len(request.token_ids) + row for request in requests], np.int64),
+            Purpose.FRESH,
+        )
+        found = self._draw.run(
+            torch.from_numpy(whole),
+            torch.tensor([each.temperature for each in params], dtype=torch.float64),
+            torch.tensor([each.top_k for each in params], dtype=torch.int64),
+            torch.tensor([each.top_p for each in params], dtype=torch.float64),
+            torch.tensor([each.min_p for each in params], dtype=torch.float64),
+            torch.from_numpy(keys),
+        )
+        return enumerate(found.tolist())
+
+    def _draw_independently(
+        self, drafts: Sequence[_Growing], row: int, logits: Tensor
+    ) -> Iterable[tuple[int, int]]:
+        """Draw with other noise, and keep what was drawn from."""
+        for at, draft in enumerate(drafts):
+            request = draft.request
+            kept = candidates(logits[at], request.params or GREEDY)
+            named = Candidates(token_ids=self._ids[kept.token_ids], x=kept.x)
             masses = kept.masses().double()
             whole = torch.zeros(self._vocab_size)
             whole[named.token_ids] = (masses / masses.sum()).float()
             draft.distributions.append(whole)
-        return draw_coupled(named, stream_key(request.seed, position, purpose))
+            key = stream_key(request.seed, len(request.token_ids) + row, Purpose.DRAFT)
+            yield at, draw_coupled(named, key)
 
 
 def _closed(spans: list[Span]) -> list[Span]:

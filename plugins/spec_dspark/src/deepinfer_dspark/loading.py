@@ -75,6 +75,7 @@ def _drafting_with(
         replay_tokens=config.replay_tokens,
         independent=context.verification == "rejection",
         block_size=config.block_size,
+        draw=getattr(context.ops, "draw", None),
     )
 
 
@@ -232,6 +233,7 @@ def assemble(
         ),
         replay_tokens=replay_tokens,
         independent=context.verification == "rejection",
+        draw=getattr(context.ops, "draw", None),
     )
 
 

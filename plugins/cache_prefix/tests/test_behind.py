@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -83,6 +84,30 @@ def test_the_device_is_not_told_what_it_knows(make: Any, tokens: Tokens) -> None
     behind(runner).flush()
     runner.run([*tokens(70), 5])
     assert runner.engine.stats().kv_store["loads"] == 1
+
+
+@pytest.mark.parametrize("model", ["full", "hybrid", "windows"])
+def test_any_conversations_through_a_small_device(
+    make: Any, tokens: Tokens, model: str, tmp_path: Path
+) -> None:
+    """Prompts that share beginnings of any length, far more than the device keeps."""
+    stores = (HostConfig(quota_bytes=1 << 20), DiskConfig(directory=str(tmp_path)))
+    runners = [make(model, kv_store=store, kv_pages=18) for store in stores]
+    plain, random, tiers = make(model, "pages"), Random(3), set()
+    said: list[list[int]] = [tokens(90)]
+    for turn in range(30):
+        before = random.choice(said)
+        shared = random.randrange(len(before) // 2, len(before) + 1)
+        prompt = [*before[:shared], *tokens(5, turn)][:100]
+        expected = plain.run(prompt, max_tokens=3)
+        for runner in runners:
+            found = runner.run(prompt, max_tokens=3)
+            assert bits(found) == bits(expected), (turn, found.cached_tokens)
+            tiers.add(found.cached_tier)
+            if random.random() < 0.5:
+                behind(runner).flush()
+        said.append([*prompt, *expected.outputs[0].token_ids])
+    assert tiers >= {"device", "host", "disk"}
 
 
 def test_what_the_device_evicts_comes_back(make: Any, tokens: Tokens) -> None:

@@ -458,6 +458,8 @@ class Crowd:
 
 def stress(args: argparse.Namespace) -> tuple[dict[str, Any], Verdict]:
     """Let a crowd in and look at what it leaves behind."""
+    # A pool that is soon in use to its end: until then every prefix kept takes fresh memory.
+    args.set = ["engine.kv_memory_bytes=600000000", *args.set]
     with serving(args) as server:
         figures, verdict = asyncio.run(stressed(server, args))
         status = server.stop()

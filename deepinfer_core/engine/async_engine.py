@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+import attrs
 
 from deepinfer_core import values
 from deepinfer_core.engine.channel import Channel
 from deepinfer_core.engine.engine_thread import EngineThread
 from deepinfer_core.engine.prompts import Message, Prompt, chat_ids, prompt_ids
 from deepinfer_core.engine.surface import EngineSurface, TextCodec
-from deepinfer_core.errors import EngineError
+from deepinfer_core.errors import EngineError, RequestError
 from deepinfer_core.interfaces.recipe import Recipe
 from deepinfer_core.requests import Delta, Request, RequestOutput, SamplingParams
+from deepinfer_core.structure import suggest
 
 if TYPE_CHECKING:
     from deepinfer_core.config import EngineConfig
@@ -268,7 +272,12 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> DeltaStream:
-        """Start to answer a conversation; as `generate`, after the model's chat template."""
+        """Start to answer a conversation; as `generate`, after the model's chat template.
+
+        Raises:
+            RequestError: there is no such option.
+        """
+        _check_options("stream_chat", options)
         return self._start(lambda: chat_ids(self._engine, messages), True, params, **options)
 
     async def chat(
@@ -277,7 +286,13 @@ class AsyncEngine:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> RequestOutput:
-        """Answer a conversation and return the complete result; options as `generate` has."""
+        """Answer a conversation and return the complete result; options as `generate` has.
+
+        Raises:
+            RequestError: there is no such option, or the request was refused.
+            EngineError: the engine failed or was closed.
+        """
+        _check_options("chat", options)
         async with self.stream_chat(messages, params, **options) as stream:
             return await stream.wait()
 
@@ -421,6 +436,17 @@ class AsyncEngine:
         except RuntimeError:  # shut down by close
             submit()
         return stream
+
+
+def _check_options(method: str, options: Iterable[str]) -> None:
+    """Refuse what `AsyncEngine.generate` has no name for."""
+    parameters = inspect.signature(AsyncEngine.generate).parameters.values()
+    known = [item.name for item in parameters if item.kind is item.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            in_params = name in {field.name for field in attrs.fields(SamplingParams)}
+            remedy = f"; give SamplingParams({name}=...)" if in_params else suggest(name, known)
+            raise RequestError(f"{method} has no option {name!r}{remedy}")
 
 
 def _stop_now(thread: EngineThread) -> None:

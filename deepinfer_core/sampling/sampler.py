@@ -123,12 +123,13 @@ class Sampler:
             np.array([row.position for row in chosen], np.int64),
             Purpose.FRESH,
         )
+        vocab = logits.shape[-1]  # more may be asked for, and more than 64 bits hold
         found = self._draw.run(
             logits.to(torch.float32)
             if untouched
             else torch.stack([each.to(torch.float32) for each in drawing.values()]),
             torch.tensor([each.temperature for each in params], dtype=torch.float64),
-            torch.tensor([each.top_k for each in params], dtype=torch.int64),
+            torch.tensor([min(each.top_k, vocab) for each in params], dtype=torch.int64),
             torch.tensor([each.top_p for each in params], dtype=torch.float64),
             torch.tensor([each.min_p for each in params], dtype=torch.float64),
             torch.from_numpy(keys),

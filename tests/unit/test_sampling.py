@@ -124,6 +124,13 @@ def test_different_seeds_draw_independently() -> None:
     assert chi_square_fits(counts, reference(SamplingParams()).numpy() * NUM_DRAWS)
 
 
+@pytest.mark.parametrize("top_k", [7, 8, 2**63, 10**30])
+def test_as_many_tokens_as_there_are_may_be_asked_for_and_more(top_k: int) -> None:
+    (free,) = Sampler().sample(LOGITS[None], [row(SamplingParams(), seed=3)]).token_ids
+    asked = row(SamplingParams(top_k=top_k), seed=3)
+    assert Sampler().sample(LOGITS[None], [asked]).token_ids.tolist() == [free]
+
+
 def test_masses_are_drawn_in_proportion() -> None:
     masses = torch.tensor([5, 0, 2**40, 2**39, 1, 2**38])
     bits = [uniform_bits(3, position, Purpose.RESIDUAL) for position in range(NUM_DRAWS)]

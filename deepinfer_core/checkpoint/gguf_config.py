@@ -7,6 +7,7 @@ that is not listed here is refused by name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def translate_config(
     """
     architecture = architecture_of(metadata, where)
     reader = _Reader(metadata)
-    config = {ours: reader.required(theirs) for theirs, ours in _REQUIRED.items()}
+    config: dict[str, Any] = {ours: reader.required(theirs) for theirs, ours in _REQUIRED.items()}
     if architecture.model_type == "qwen3_moe":
         config |= {ours: reader.required(theirs) for theirs, ours in _REQUIRED_MOE.items()}
     if "token_embd.weight" not in shapes:
@@ -130,16 +131,16 @@ def translate_config(
     if reader.problems:
         raise CheckpointError(f"{where}: the model's description is incomplete", reader.problems)
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = reader.get("attention.head_count_kv", heads)
-    config["head_dim"] = reader.get("attention.key_length", config["hidden_size"] // heads)
+    config["num_key_value_heads"] = reader.number("attention.head_count_kv", heads)
+    head_dim = int(config["hidden_size"] // heads)
+    config["head_dim"] = reader.number("attention.key_length", head_dim)
     config["rms_norm_eps"] = _shortest(config["rms_norm_eps"])
     config |= _fixed(architecture, shapes)
-    if (interval := config.get("no_rope_layer_interval")) is not None:
-        layers = range(1, config["num_hidden_layers"] + 1)
-        config["no_rope_layers"] = [int(layer % interval != 0) for layer in layers]
     config |= _rope(reader, config, rope_factors)
     if (window := reader.get("attention.sliding_window", None)) is not None:
         config |= _windowed(architecture, window)
+    if reader.problems:
+        raise CheckpointError(f"{where}: the model's description is odd", reader.problems)
     for theirs, ours in _SPECIAL_IDS.items():
         config[ours] = metadata.get(f"tokenizer.ggml.{theirs}")
     return config
@@ -158,16 +159,26 @@ class _Reader:
         if value is None:
             self.problems.append(f"metadata key '{self._prefix}.{key}' is missing")
             return 0
-        if not value > 0:
-            self.problems.append(f"metadata key '{self._prefix}.{key}' must be > 0: {value}")
-        return value
+        return self._positive(key, value, 1)
+
+    def number(self, key: str, default: Any) -> Any:
+        """A number above 0."""
+        value = self.get(key, None)
+        return default if value is None else self._positive(key, value, default)
+
+    def _positive(self, key: str, value: Any, default: Any) -> Any:
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
+            return value
+        name = f"{self._prefix}.{key}"
+        self.problems.append(f"metadata key '{name}' must be a number > 0: {value!r}")
+        return default
 
     def get(self, key: str, default: Any) -> Any:
         value = self._metadata.get(f"{self._prefix}.{key}")
         if value is None:
             return default
         if isinstance(value, list):
-            if len(set(value)) == 1:
+            if value and all(item == value[0] for item in value):
                 return value[0]
             self.problems.append(f"'{self._prefix}.{key}' differs by layer, which is not supported")
             return default
@@ -211,10 +222,10 @@ def _rope(
     reader: _Reader, config: Mapping[str, Any], factors: Sequence[float] | None
 ) -> dict[str, Any]:
     rope: dict[str, Any] = {
-        "rope_theta": _shortest(reader.get("rope.freq_base", _DEFAULT_ROPE_THETA)),
+        "rope_theta": _shortest(reader.number("rope.freq_base", _DEFAULT_ROPE_THETA)),
         "rope_scaling": None,
     }
-    rotary_dim = reader.get("rope.dimension_count", config["head_dim"])
+    rotary_dim = reader.number("rope.dimension_count", config["head_dim"])
     if rotary_dim != config["head_dim"]:
         rope["partial_rotary_factor"] = rotary_dim / config["head_dim"]
     if factors is not None:

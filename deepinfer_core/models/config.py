@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.models.reading import (
+    MOST,
     MOST_POSITIONS,
     ConfigReader,
     read_ends,
@@ -139,7 +140,8 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     Raises:
         CheckpointError: naming every missing, unsupported or contradictory field.
     """
-    architecture = (config.get("architectures") or ["?"])[0]
+    listed = config.get("architectures")
+    architecture = str(listed[0]) if isinstance(listed, list | tuple) and listed else "?"
     traits = ARCHITECTURES.get(architecture)
     if traits is None:
         known = ", ".join(sorted(ARCHITECTURES))
@@ -147,7 +149,7 @@ def read_config(config: Mapping[str, Any]) -> DecoderConfig:
     read = ConfigReader({**traits.defaults, **config})
     if read.config.get("hidden_act", "silu") not in ("silu", "swish"):
         read.problems.append(f"hidden_act: only silu is supported, got {config['hidden_act']!r}")
-    layers, hidden = read.positive("num_hidden_layers"), read.positive("hidden_size")
+    layers, hidden = read.positive("num_hidden_layers", most=MOST), read.positive("hidden_size")
     heads, kv_heads, head_dim = read_heads(read, hidden)
     bias = traits.biases and read.flag("attention_bias")
     max_position = read.positive("max_position_embeddings", 2048, MOST_POSITIONS)
@@ -197,7 +199,7 @@ def _windows(read: ConfigReader, traits: Traits, use_rope: tuple[bool, ...]) -> 
 
 def _sliding(read: ConfigReader, how: Windowed, use_rope: tuple[bool, ...]) -> list[bool] | None:
     """Which layers have a window if there is one; None if the configuration is wrong."""
-    layers, types = len(use_rope), read.config.get("layer_types")
+    layers, types = len(use_rope), read.listed("layer_types")
     if types is not None and how is not Windowed.SWITCHED:
         unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
         if unknown:
@@ -220,7 +222,7 @@ def _sliding(read: ConfigReader, how: Windowed, use_rope: tuple[bool, ...]) -> l
 def _use_rope(read: ConfigReader, traits: Traits, layers: int) -> tuple[bool, ...]:
     if not traits.unrotated:
         return (True,) * layers
-    listed = read.config.get("no_rope_layers")
+    listed = read.listed("no_rope_layers")
     if listed is None:
         every = read.positive("no_rope_layer_interval")
         return tuple((layer + 1) % every != 0 for layer in range(layers))
@@ -235,11 +237,11 @@ def _mixture(read: ConfigReader, traits: Traits, layers: int) -> dict[str, Any]:
         return {"experts": (False,) * layers}
     # Newer files call it num_local_experts.
     name = "num_experts" if "num_experts" in read.config else "num_local_experts"
-    experts = read.positive(name)
+    experts = read.positive(name, most=MOST)
     chosen = read.positive("num_experts_per_tok")
     if chosen > experts:
         read.problems.append(f"num_experts_per_tok {chosen} exceeds {name} {experts}")
-    dense = set(read.config.get("mlp_only_layers") or ())
+    dense = () if read.config.get("mlp_only_layers") is None else read.integers("mlp_only_layers")
     step = read.positive("decoder_sparse_step", 1)
     return {
         "experts": tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),

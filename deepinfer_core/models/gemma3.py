@@ -21,6 +21,7 @@ from deepinfer_core.interfaces.model import (
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import (
+    MOST,
     MOST_POSITIONS,
     ConfigReader,
     read_ends,
@@ -123,7 +124,7 @@ def read_config(config: Mapping[str, Any]) -> Gemma3Config:
 
 
 def _kinds(read: ConfigReader) -> tuple[str, ...]:
-    layers, listed = read.positive("num_hidden_layers"), read.config.get("layer_types")
+    layers, listed = read.positive("num_hidden_layers", most=MOST), read.listed("layer_types")
     if listed is None:
         # The newest files list every layer, older ones give a number or leave it at six.
         pattern = "sliding_window_pattern"
@@ -135,16 +136,16 @@ def _kinds(read: ConfigReader) -> tuple[str, ...]:
         read.problems.append(f"layer_types has {len(listed)} entries for {layers} layers")
     if unknown := sorted({str(kind) for kind in listed} - set(KINDS)):
         read.problems.append(f"layer_types: {', '.join(unknown)} not supported")
-    return tuple(listed)
+    return tuple(map(str, listed))
 
 
 def _rope(read: ConfigReader, kind: str, head_dim: int, max_position: int) -> RopeSpec:
     """Newer files have a table per kind; older ones scale full attention only."""
-    nested = read.config.get("rope_parameters") or {}
+    nested = read.table("rope_parameters")
     if isinstance(nested.get(kind), Mapping):
         options = nested[kind]
     elif kind == KINDS[0]:
-        options = nested or read.config.get("rope_scaling") or {}
+        options = nested or read.table("rope_scaling")
     else:
         options = {"rope_theta": read.config["rope_local_base_freq"]}
     return read_rope(read, head_dim, max_position, options)

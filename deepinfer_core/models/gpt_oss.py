@@ -26,6 +26,7 @@ from deepinfer_core.interfaces.model import (
 from deepinfer_core.models.groups import describe_windowed
 from deepinfer_core.models.loading import WeightLoader
 from deepinfer_core.models.reading import (
+    MOST,
     MOST_POSITIONS,
     ConfigReader,
     read_ends,
@@ -94,7 +95,7 @@ def read_config(config: Mapping[str, Any]) -> GptOssConfig:
     heads, kv_heads, head_dim = read_heads(read, hidden)
     max_position = read.positive("max_position_embeddings", most=MOST_POSITIONS)
     experts = read.positive(
-        "num_local_experts" if "num_local_experts" in read.config else "num_experts"
+        "num_local_experts" if "num_local_experts" in read.config else "num_experts", most=MOST
     )
     chosen = read.positive("num_experts_per_tok")
     if chosen > experts:
@@ -138,7 +139,7 @@ def _packed(read: ConfigReader) -> bool:
 
 
 def _windows(read: ConfigReader) -> tuple[int, ...]:
-    layers, listed = read.positive("num_hidden_layers"), read.config.get("layer_types")
+    layers, listed = read.positive("num_hidden_layers", most=MOST), read.listed("layer_types")
     kinds = ("sliding_attention", "full_attention")
     if listed is None:
         listed = [kinds[layer % 2] for layer in range(layers)]

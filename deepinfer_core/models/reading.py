@@ -8,6 +8,9 @@ from typing import Any
 from deepinfer_core.errors import CheckpointError
 from deepinfer_core.models.rope import KINDS, RopeSpec, is_positive, problems_of
 
+MOST = 10_000
+"""Layers, experts and the like: more of them are a mistake that would take for ever to find."""
+
 MOST_POSITIONS = 2**24
 """Longest context: each position has its angles in memory."""
 
@@ -47,6 +50,14 @@ class ConfigReader:
             self.problems.append(f"{key}: expected a list of whole numbers, got {value!r}")
             return ()
         return tuple(value)
+
+    def listed(self, key: str) -> list[Any] | None:
+        """A list of anything, None if there is none."""
+        value = self.config.get(key)
+        if value is None or isinstance(value, list | tuple):
+            return None if value is None else list(value)
+        self.problems.append(f"{key}: expected a list, got {value!r}")
+        return None
 
     def only(self, fields: Mapping[str, Any]) -> None:
         """Fields of which one value only is supported; one that is not there has it."""

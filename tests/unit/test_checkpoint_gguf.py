@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deepinfer_core.checkpoint.dequantize import can_dequantize, dequantize
 from deepinfer_core.checkpoint.gguf import GgufCheckpoint, GgufFormat
+from deepinfer_core.checkpoint.gguf_config import translate_config
 from deepinfer_core.checkpoint.gguf_file import COMMON_KINDS
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.errors import CheckpointError
@@ -508,6 +510,34 @@ def test_all_missing_keys_are_listed_at_once(tmp_path: Path) -> None:
     for key in ("context_length", "attention.head_count", "expert_count", "token_embd.weight"):
         assert key in text
     assert "block_count" not in text
+
+
+DESCRIPTION: dict[str, Any] = {
+    "block_count": 2,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 48,
+    "attention.head_count": 4,
+    "attention.head_count_kv": [2, 2],
+    "attention.key_length": 8,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+    "rope.dimension_count": 8,
+}
+
+
+def translated(**changes: Any) -> dict[str, Any]:
+    keys = {f"llama.{key}": value for key, value in {**DESCRIPTION, **changes}.items()}
+    shapes = {"token_embd.weight": (100, 32)}
+    return translate_config({"general.architecture": "llama", **keys}, shapes, None, "m.gguf")
+
+
+@pytest.mark.parametrize("value", ["x", True, 0, -1, math.nan, math.inf, [], ["x"], [[1]], [1, 2]])
+@pytest.mark.parametrize("key", DESCRIPTION)
+def test_odd_values_of_the_metadata_are_refused_by_name(key: str, value: Any) -> None:
+    assert translated()["num_key_value_heads"] == 2
+    with pytest.raises(CheckpointError, match=f"llama.{key}"):
+        translated(**{key: value})
 
 
 @pytest.mark.slow

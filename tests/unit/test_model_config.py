@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deepinfer_core.errors import CheckpointError
+from deepinfer_core.models import gemma3, gpt_oss
 from deepinfer_core.models.config import ARCHITECTURES, DecoderConfig, read_config
 from deepinfer_core.models.reading import ConfigReader, refuse
 
@@ -65,6 +68,42 @@ def test_a_number_is_finite_and_above_0(value: Any) -> None:
 def test_a_context_without_end_is_refused() -> None:
     found = problems_of(max_position_embeddings=10**13)
     assert found == "max_position_embeddings: at most 16777216 are supported, got 10000000000000"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "field"),
+    [("Llama", "num_hidden_layers"), ("SmolLM3", "num_hidden_layers"), ("Qwen3Moe", "num_experts")],
+)
+def test_what_is_counted_one_by_one_has_an_end(prefix: str, field: str) -> None:
+    assert f"{field}: at most 10000 are supported" in problems_of(prefix, **{field: 10**9})
+
+
+@pytest.mark.parametrize("value", [3, True, "all", {"a": 1}])
+@pytest.mark.parametrize(
+    ("prefix", "field"),
+    [("Mistral", "layer_types"), ("SmolLM3", "no_rope_layers"), ("Qwen3Moe", "mlp_only_layers")],
+)
+def test_lists_are_lists(prefix: str, field: str, value: Any) -> None:
+    window = {"sliding_window": 8} if prefix == "Mistral" else {}
+    assert f"{field}: expected a list" in problems_of(prefix, **window, **{field: value})
+
+
+@pytest.mark.parametrize("value", [3, "Llama", [], [3], [[]], {"a": 1}, None])
+def test_an_architecture_is_the_first_of_a_list(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="is not one of"):
+        read_config({**SMALLEST, "architectures": value})
+
+
+ODD: tuple[Any, ...] = (None, 0, -1, 2**70, 1.5, "x", [], [1], [None], [[1]], {"a": 1}, True)
+
+
+@pytest.mark.parametrize("read", [gemma3.read_config, gpt_oss.read_config])
+def test_odd_values_are_refused_by_every_family(read: Callable[[dict[str, Any]], Any]) -> None:
+    fields = ("layer_types", "rope_parameters", "rope_scaling", "sliding_window", *SMALLEST)
+    for field in fields:
+        for value in ODD:
+            with contextlib.suppress(CheckpointError):
+                read({**SMALLEST, "sliding_window": 8, field: value})
 
 
 def test_options_of_rotation_come_in_a_table() -> None:

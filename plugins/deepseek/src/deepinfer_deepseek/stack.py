@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import frozen
 
-from deepinfer_core.models.reading import MOST_POSITIONS, ConfigReader, read_ends, read_rope
+from deepinfer_core.models.reading import MOST, MOST_POSITIONS, ConfigReader, read_ends, read_rope
 from deepinfer_core.models.rope import RopeSpec
 
 ONLY: Mapping[str, Any] = {
@@ -20,9 +20,6 @@ ONLY: Mapping[str, Any] = {
     "topk_method": "noaux_tc",
 }
 """Fields of which one value only is built."""
-
-MOST = 10_000
-"""Layers, experts and the like: more of them are a mistake that would take for ever to find."""
 
 
 @frozen(kw_only=True)

@@ -28,11 +28,17 @@ from deepinfer_core.interfaces.model import (
 )
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.models.loading import WeightLoader
-from deepinfer_core.models.reading import MOST_POSITIONS, ConfigReader, read_ends, read_rope, refuse
+from deepinfer_core.models.reading import (
+    MOST,
+    MOST_POSITIONS,
+    ConfigReader,
+    read_ends,
+    read_rope,
+    refuse,
+)
 from deepinfer_core.models.rope import RopeSpec, is_positive, tables
 from deepinfer_deepseek.mtp import MtpDrafter
 from deepinfer_deepseek.numerics import Projection, added, sigmoid, wide, wide_dtype
-from deepinfer_deepseek.stack import MOST
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 

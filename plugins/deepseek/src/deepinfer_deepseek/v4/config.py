@@ -10,9 +10,8 @@ from typing import Any
 
 from attrs import frozen
 
-from deepinfer_core.models.reading import ConfigReader, refuse
+from deepinfer_core.models.reading import MOST, ConfigReader, refuse
 from deepinfer_deepseek.stack import (
-    MOST,
     ONLY,
     IndexConfig,
     StackConfig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
 import sys
 
 import pytest
@@ -42,6 +43,31 @@ def test_the_first_pages_are_backed(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in (*storage.keys, *storage.values):
         assert backed(layer.data_ptr(), layer_bytes // 32) == 1.0
         assert backed(layer.data_ptr() + layer_bytes // 8, layer_bytes // 2) < 0.1
+
+
+ENDS_MEANWHILE = """
+import time
+import torch
+from deepinfer_core.kv.layout import CacheGroupSpec
+from deepinfer_cpu import kv_storage
+
+def slow(regions):
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        torch.zeros(8)[:4].data_ptr()
+
+kv_storage.populate = slow
+group = CacheGroupSpec(
+    name="full", layers=(0,), num_kv_heads=1, key_dim=8, value_dim=8, page_size=16
+)
+kept = kv_storage.KvStorage(group, 4, torch.device("cpu"))
+"""
+
+
+def test_a_process_may_end_meanwhile() -> None:
+    command = [sys.executable, "-c", ENDS_MEANWHILE]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_what_is_there_stays() -> None:

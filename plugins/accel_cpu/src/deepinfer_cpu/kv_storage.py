@@ -44,10 +44,9 @@ class KvStorage(TensorStorage):
         self._scales = scaled
         self.keys, self.values = list(self._keys), list(self._values)
         self.key_scales, self.value_scales = map(list, scaled) if scaled else ([], [])
-        # Meanwhile others start up; whoever writes to a page before has it backed then.
-        self.populating = threading.Thread(
-            target=self._populate, name="deepinfer-kv-memory", daemon=True
-        )
+        # Meanwhile others start up; whoever writes to a page before has it backed then. No daemon:
+        # a thread that the end of the interpreter finds within torch takes the process down.
+        self.populating = threading.Thread(target=self._populate, name="deepinfer-kv-memory")
         self.populating.start()
 
     def _populate(self) -> None:

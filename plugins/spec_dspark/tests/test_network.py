@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from deepinfer_core.builtin.torch_kernels import build as torch_kernels
-from deepinfer_core.interfaces.drafter import DraftRequest
+from deepinfer_core.interfaces.drafter import CommittedRows, DraftRequest
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.ops.table import OpTable, choose
 from deepinfer_dspark.calibration import OnlineCalibration
 from deepinfer_dspark.checkpoint import DraftCheckpoint
 from deepinfer_dspark.context import ContextCache
-from deepinfer_dspark.drafter import DsparkDrafter
+from deepinfer_dspark.drafter import MOST_WAITING, DsparkDrafter
 from deepinfer_dspark.network import DraftNetwork
 from deepinfer_dspark.runner import DraftRunner, past
 from deepinfer_dspark.shape import parameter_sizes
@@ -161,3 +161,58 @@ def test_one_call_drafts_what_many_do(
         assert fused.token_ids == single.token_ids
         assert len(fused.token_ids) >= network.shape.block_size - 1
         assert fused.confidences == pytest.approx(single.confidences, abs=1e-3)
+
+
+def test_rows_may_wait_for_the_draft_that_needs_them(make_checkpoint: Maker) -> None:
+    """Observed one by one, with rejected ones in between, or all at once."""
+    checkpoint = make_checkpoint()
+    network, shared, text = parts(checkpoint, length=MOST_WAITING + 60)
+    runner = DraftRunner(
+        network,
+        shared.head,
+        shared.embedding[network.shape.mask_token_id],
+        network.shape.block_size,
+        shared.draft_vocab_ids,
+    )
+
+    def observed(sizes: list[int], beyond: int) -> Any:
+        drafter = DsparkDrafter(
+            runner,
+            embed=shared.embedding.__getitem__,
+            draft_vocab_ids=shared.draft_vocab_ids,
+            vocab_size=checkpoint.shape.decoder.vocab_size,
+            calibration=OnlineCalibration(network.shape.block_size, (), every=0),
+            replay_tokens=0,
+        )
+        at = 0
+        for size in sizes:
+            rows = CommittedRows(
+                sequence_ids=(1,),
+                query_starts=np.array([0, size + beyond], np.int32),
+                positions=np.arange(at, at + size + beyond, dtype=np.int32),
+                token_ids=text.token_ids[at : at + size + beyond].numpy().astype(np.int32),
+            )
+            taps = text.features[at : at + size + beyond].chunk(3, -1)
+            drafter.observe(rows, dict(zip(runner.taps, taps, strict=True)))
+            at += size
+            drafter.commit(1, at)
+        assert (1 in drafter._contexts) == (at >= MOST_WAITING)
+        drafter.fork(1, 2)
+        return drafter.propose(
+            [
+                DraftRequest(
+                    sequence_id=sequence, token_ids=text.token_ids[: at + 1].tolist(),
+                    temperature=0.0, seed=0, limit=network.shape.block_size,
+                )
+                for sequence in (1, 2)
+            ]
+        )  # fmt: skip
+
+    for length in (40, MOST_WAITING + 30):
+        wanted = observed([length], 0)
+        assert wanted[0].token_ids == wanted[1].token_ids
+        for sizes, beyond in (([1] * length, 0), ([2] * (length // 2), 2)):
+            found = observed(sizes, beyond)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.token_ids == other.token_ids
+                assert one.confidences == pytest.approx(other.confidences, abs=1e-4)

@@ -100,6 +100,33 @@ class ContextCache:
         self.length = keep
 
 
+class WaitingRows:
+    """Context features of one sequence that no draft has needed yet.
+
+    Attributes:
+        chunks: (positions, features) in the order in which they came.
+        count: rows of all.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[tuple[npt.NDArray[np.int64], Tensor]] = []
+        self.count = 0
+
+    def append(self, positions: npt.NDArray[np.int64], features: Tensor) -> None:
+        """Add rows, [n] and [n, width]."""
+        if len(positions):
+            self.chunks.append((positions, features))
+            self.count += len(positions)
+
+    def cut(self, stop: int) -> None:
+        """Forget positions from ``stop`` on."""
+        while self.chunks and self.chunks[-1][0][-1] >= stop:
+            positions, features = self.chunks.pop()
+            kept = int(np.searchsorted(positions, stop))
+            self.count -= len(positions)
+            self.append(positions[:kept], features[:kept])
+
+
 def _grown(rows: Tensor, size: int, used: int) -> Tensor:
     grown = rows.new_empty(size, *rows.shape[1:])
     grown[:used] = rows[:used]

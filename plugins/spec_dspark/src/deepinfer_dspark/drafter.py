@@ -28,10 +28,12 @@ from deepinfer_core.sampling import (
     stream_key,
 )
 from deepinfer_dspark.calibration import OnlineCalibration
-from deepinfer_dspark.context import ContextCache, feature_rows
+from deepinfer_dspark.context import ContextCache, WaitingRows, feature_rows
 from deepinfer_dspark.pairs import Pairs, Span
 
 GREEDY = SamplingParams(temperature=0.0)
+MOST_WAITING = 256
+"""Rows of a sequence that wait to become keys and values; more are made into them at once."""
 
 
 @define
@@ -102,12 +104,13 @@ class DsparkDrafter:
         self._block_size = block_size or runner.block_size
         self._pairs = Pairs(embed) if runner.lookahead else None
         self._contexts: dict[int, ContextCache] = {}
+        self._waiting: dict[int, WaitingRows] = {}
         self._drafted: dict[int, list[float]] = {}
 
     # ------------------------------------------------------------------ context
 
     def observe(self, rows: CommittedRows, taps: Mapping[str, Tensor]) -> None:
-        """Turn the target's layer outputs into keys and values."""
+        """Take the target's layer outputs, of which keys and values are made."""
         positions, tokens = rows.positions.astype("int64"), rows.token_ids.astype("int64")
         spans = self._spans(rows)
         wanted = None
@@ -120,13 +123,31 @@ class DsparkDrafter:
             spans, features, positions = self._pairs.join(spans, features, positions, tokens)
         if not len(positions):
             return
-        found = self._runner.context(features, positions)
+        full = []
         for sequence_id, start, stop in spans:
-            part = slice(start, stop)
+            rows_of = self._waiting.setdefault(sequence_id, WaitingRows())
+            rows_of.append(positions[start:stop], features[start:stop])
+            if rows_of.count >= MOST_WAITING:
+                full.append(sequence_id)
+        self._complete(full)
+
+    @torch.inference_mode()
+    def _complete(self, sequence_ids: Sequence[int]) -> None:
+        """Turn rows that wait into keys and values. Nothing needs them before the next draft."""
+        owners = [of for of in sequence_ids if of in self._waiting]
+        chunks = [(of, *chunk) for of in owners for chunk in self._waiting.pop(of).chunks]
+        if not chunks:
+            return
+        features = torch.cat([rows for _, _, rows in chunks])
+        found = self._runner.context(features, np.concatenate([at for _, at, _ in chunks]))
+        start = 0
+        for sequence_id, positions, _ in chunks:
+            part = slice(start, start + len(positions))
             cache = self._contexts.get(sequence_id)
             if cache is None:
                 cache = self._contexts[sequence_id] = ContextCache(self._runner.window)
-            cache.append(positions[part], [(k[part], v[part]) for k, v in found])
+            cache.append(positions, [(k[part], v[part]) for k, v in found])
+            start = part.stop
 
     def _spans(self, rows: CommittedRows) -> list[Span]:
         """(sequence, first row, stop): rows that later drafts can see."""
@@ -150,15 +171,19 @@ class DsparkDrafter:
         cache = self._contexts.get(sequence_id)
         if cache is not None:
             cache.cut(num_tokens)
+        if sequence_id in self._waiting:
+            self._waiting[sequence_id].cut(num_tokens)
         if self._pairs is not None:
             self._pairs.commit(sequence_id, num_tokens)
 
     def adopt(self, sequence_id: int, cache: ContextCache) -> None:
         """Take a context that was computed elsewhere."""
         self._contexts[sequence_id] = cache
+        self._waiting.pop(sequence_id, None)
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Copy the parent's context."""
+        self._complete([parent_id])
         cache = self._contexts.get(parent_id)
         if cache is not None:
             self._contexts[child_id] = cache.copy()
@@ -168,6 +193,7 @@ class DsparkDrafter:
     def release(self, sequence_id: int) -> None:
         """Forget the sequence."""
         self._contexts.pop(sequence_id, None)
+        self._waiting.pop(sequence_id, None)
         self._drafted.pop(sequence_id, None)
         if self._pairs is not None:
             self._pairs.release(sequence_id)
@@ -188,6 +214,7 @@ class DsparkDrafter:
         return self._pairs is None or self._pairs.ready(request)
 
     def _draft(self, active: list[_Growing]) -> None:
+        self._complete([draft.request.sequence_id for draft in active])
         anchors = torch.tensor([draft.request.token_ids[-1] for draft in active])
         positions = [len(draft.request.token_ids) - 1 for draft in active]
         caches = [

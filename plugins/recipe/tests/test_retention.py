@@ -56,6 +56,15 @@ def test_a_key_changes_nothing_and_that_is_said(world: Any, name: str) -> None:
     assert keyed.ignored == ("prompt_cache_key",)
 
 
+def test_a_response_repeats_its_key_only_if_there_is_one(world: Any) -> None:
+    """By OpenAI's specification the key may be absent, but not null."""
+    asked: dict[str, Any] = {"model": "m", **ASKED[RESPONSES]}
+    with_key = world.read(RESPONSES, {**asked, "prompt_cache_key": "k"}).reply("1", 0).body()
+    without = world.read(RESPONSES, {**asked, "prompt_cache_key": None}).reply("1", 0).body()
+    assert with_key["prompt_cache_key"] == "k"
+    assert "prompt_cache_key" not in without
+
+
 def block(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
 

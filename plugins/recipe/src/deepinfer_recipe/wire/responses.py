@@ -164,14 +164,17 @@ def _echoed(fields: Fields, temperature: float, top_p: float) -> Mapping[str, An
     """Return what a response repeats of its request."""
     text = fields.get("text") or {}
     reasoning = fields.get("reasoning") or {}
+    # May be absent, but not null.
+    key = fields.get("prompt_cache_key")
+    named = {} if key is None else {"prompt_cache_key": key}
     return {
+        **named,
         "instructions": fields.get("instructions"),
         "max_output_tokens": fields.get("max_output_tokens"),
         "max_tool_calls": fields.get("max_tool_calls"),
         "metadata": fields.get("metadata") or {},
         "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
         "previous_response_id": fields.get("previous_response_id"),
-        "prompt_cache_key": fields.get("prompt_cache_key"),
         "prompt_cache_retention": fields.get("prompt_cache_retention"),
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "service_tier": "default",

@@ -17,7 +17,8 @@ HERE = Path(__file__).parent
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 ARM_LEVELS = ("portable", "neon", "dotprod")
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
-EMULATED = ("-flax-vector-conversions", "-DDI_AVX512=1", "-include")
+# Emulated instructions are large functions, which a compiler takes very long to optimise.
+EMULATED = ("-O1", "-flax-vector-conversions", "-DDI_AVX512=1", "-include")
 
 pytestmark = [
     pytest.mark.slow,

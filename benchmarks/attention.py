@@ -31,6 +31,7 @@ CASES = {
     "prefill 512": [(512, 512)],
     "prefill 2048": [(2048, 2048)],
     "prefill 4x1024": [(1024, 1024)] * 4,
+    "50 at 2050": [(2050, 50)],
     "verify 8x5 at 256": [(256, 5)] * 8,
 }
 """Name -> (length after the step, rows of the step) of each sequence."""

@@ -12,10 +12,12 @@ namespace {
 
 constexpr float LOG2E = 1.44269504f;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
-constexpr int TILE_ROWS = 192;   // rows (tokens times heads of a group) computed together
+constexpr int TILE_ROWS = 192;   // most rows (tokens times heads of a group) computed together
+constexpr int LEAST_ROWS = 48;   // fewer make too little of a block that was put ready for them
 constexpr int PIECE_BLOCKS = 8;  // blocks of one piece of a long sequence
 constexpr int PIECE_ROWS = 16;   // most rows of a sequence that is cut
 constexpr int PIECES = 4;        // pieces of work for each thread that make cutting needless
+constexpr int LEAST_PIECES = 3;  // with fewer tiles for each thread one may end long after others
 
 // A tile's state and what a block adds to it: largest score, mass, weighted values. Row by row.
 struct State {
@@ -86,6 +88,7 @@ class Attender {
 
   void run(Team& team) {
     const bool cut = cuts(team.size);
+    shrink_tiles(team.size);
     walk(cut, team, [&](const Unit& unit) { compute(unit); });
     if (!cut) return;
     team.barrier();
@@ -98,7 +101,7 @@ class Attender {
     bool any_long = false;
     for (int i = 0; i < plan_.num_sequences; i++) {
       const int count = tokens(i);
-      units += int64_t((count + tile_tokens_ - 1) / tile_tokens_) * layer_.num_kv_heads;
+      units += int64_t(tiles(count)) * layer_.num_kv_heads;
       if (!may_cut(i)) continue;
       floats += records(i) * record_;
       any_long |= blocks(i) > PIECE_BLOCKS;
@@ -110,6 +113,7 @@ class Attender {
   // ------------------------------------------------------------------------------ who does what
 
   int tokens(int i) const { return plan_.query_starts[i + 1] - plan_.query_starts[i]; }
+  int tiles(int count) const { return (count + tile_tokens_ - 1) / tile_tokens_; }
   bool may_cut(int i) const { return tokens(i) > 0 && tokens(i) * group_ <= PIECE_ROWS; }
   int lowest(int sequence, int position) const {
     const int bound = plan_.visible_from[sequence];
@@ -126,6 +130,18 @@ class Attender {
     return int64_t(blocks(i)) * tokens(i) * layer_.num_query_heads;
   }
 
+  // Tiles of a short prompt are made smaller, so that there are some for every thread.
+  void shrink_tiles(int threads) {
+    const auto count = [&] {
+      int64_t units = 0;
+      for (int i = 0; i < plan_.num_sequences; i++)
+        units += int64_t(tiles(tokens(i))) * layer_.num_kv_heads;
+      return units;
+    };
+    while (tile_tokens_ / 2 * group_ >= LEAST_ROWS && count() < int64_t(LEAST_PIECES) * threads)
+      tile_tokens_ /= 2;
+  }
+
   bool cuts(int threads) const {
     const int64_t needed = plan_.scratch ? scratch_size(threads) : 0;
     return needed > 0 && needed <= plan_.scratch_size;
@@ -138,23 +154,23 @@ class Attender {
       const int count = tokens(i), begin = plan_.query_starts[i];
       if (!count) continue;
       const bool pieces = cut && may_cut(i);
-      const int parts = pieces ? (blocks(i) + PIECE_BLOCKS - 1) / PIECE_BLOCKS
-                               : (count + tile_tokens_ - 1) / tile_tokens_;
+      const int parts = pieces ? (blocks(i) + PIECE_BLOCKS - 1) / PIECE_BLOCKS : tiles(count);
       const int64_t here = int64_t(parts) * layer_.num_kv_heads;
       for (; wanted < before + here; wanted = team.next()) {
         // Those that see most come first, so that no thread ends with a long one.
         const int part = parts - 1 - int(wanted - before) / layer_.num_kv_heads;
         const int head = int(wanted - before) % layer_.num_kv_heads;
-        work(pieces ? piece(i, head, part, record) : whole(i, head, part, begin, count));
+        const int size = (count + parts - 1) / parts;  // tiles of one size end together
+        work(pieces ? piece(i, head, part, record) : whole(i, head, part, size, begin, count));
       }
       before += here;
       if (pieces) record += records(i);
     }
   }
 
-  Unit whole(int i, int head, int part, int begin, int count) const {
-    const int first = begin + part * tile_tokens_;
-    const Tile tile{i, head, first, std::min(first + tile_tokens_, begin + count)};
+  Unit whole(int i, int head, int part, int size, int begin, int count) const {
+    const int first = begin + part * size;
+    const Tile tile{i, head, first, std::min(first + size, begin + count)};
     return {tile, first_block(i, first), plan_.positions[tile.last - 1] / BLOCK + 1, -1};
   }
 
@@ -234,12 +250,11 @@ class Attender {
       for (int64_t at = 0; at < int64_t(group_) * layer_.key_dim; at++) *to++ = from[at] * factor;
     }
     if (DI_BF16_PAIRS && layer_.kv_type == KV_BF16)
-      for (int r = 0; r < (tile.last - tile.first) * group_; r++)
-        for (int pair = 0; pair < pair_dims(); pair++) {
-          const float* both = queries_ + int64_t(r) * layer_.key_dim + 2 * pair;
-          const uint32_t high = 2 * pair + 1 < layer_.key_dim ? to_bf16(both[1]) : 0;
-          query_pairs_[r * pair_dims() + pair] = high << 16 | to_bf16(both[0]);
-        }
+      for (int64_t r = 0; r < int64_t(tile.last - tile.first) * group_; r++) {
+        auto* pairs = (uint16_t*)(query_pairs_ + r * pair_dims());
+        store_bf16(pairs, queries_ + r * layer_.key_dim, layer_.key_dim);
+        if (layer_.key_dim % 2) pairs[layer_.key_dim] = 0;
+      }
   }
 
   void one_block(const Unit& unit, int block, int rows) {
@@ -536,7 +551,9 @@ class Attender {
   const int64_t q_stride_;
   float* out_;
   const int64_t out_stride_;
-  const int group_, width_, tile_tokens_, record_;
+  const int group_, width_;
+  int tile_tokens_;
+  const int record_;
   uint32_t *query_pairs_ = nullptr, *weight_pairs_ = nullptr;
   float *old_part_ = nullptr, *new_part_ = nullptr;
   float *queries_ = nullptr, *scores_ = nullptr, *block_keys_ = nullptr, *block_values_ = nullptr;
@@ -545,20 +562,28 @@ class Attender {
 
 // ------------------------------------------------------------------------------------- writing
 
-void put(float* to, float x) { *to = x; }
-void put(Bf16* to, float x) { to->bits = to_bf16(x); }
-void put(F16* to, float x) { to->bits = to_f16(x); }
+void put(float* to, const float* from, int count) { std::copy_n(from, count, to); }
+void put(Bf16* to, const float* from, int count) { store_bf16(&to->bits, from, count); }
+void put(F16* to, const float* from, int count) {
+  for (int i = 0; i < count; i++) to[i].bits = to_f16(from[i]);
+}
 
 template <typename E>
 void write_as(const AttentionLayer& layer, int64_t slot, const float* k, const float* v) {
+  constexpr int SOME = 64;
   const int64_t size = layer.page_size, page = slot / size, offset = slot % size;
   const int width = padded(layer.value_dim);
   for (int head = 0; head < layer.num_kv_heads; head++) {
     const int64_t place = page * layer.num_kv_heads + head;
     E* keys = (E*)layer.keys + place * layer.key_dim * size + offset;
-    for (int d = 0; d < layer.key_dim; d++) put(keys + d * size, k[head * layer.key_dim + d]);
+    for (int from = 0; from < layer.key_dim; from += SOME) {
+      const int count = std::min(SOME, layer.key_dim - from);
+      E some[SOME];
+      put(some, k + head * layer.key_dim + from, count);
+      for (int d = 0; d < count; d++) keys[(from + d) * size] = some[d];
+    }
     E* values = (E*)layer.values + (place * size + offset) * width;
-    for (int d = 0; d < layer.value_dim; d++) put(values + d, v[head * layer.value_dim + d]);
+    put(values, v + head * layer.value_dim, layer.value_dim);
   }
 }
 

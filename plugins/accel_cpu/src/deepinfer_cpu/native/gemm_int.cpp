@@ -13,18 +13,17 @@ template <typename X, typename F>
 void quantize_spans(const float* x, int count, F&& quants_at, float* scales, float* sums) {
   typedef typename X::Number narrow __attribute__((vector_size(F32S * sizeof(typename X::Number))));
   constexpr int SPAN = GROUP / X::SPANS;
-  alignas(64) float peaks[AT_ONCE] = {}, factors[AT_ONCE];
-  alignas(64) int32_t counts[AT_ONCE] = {};
+  alignas(64) float factors[AT_ONCE];
+  i32v parts[AT_ONCE] = {};
   for (int span = 0; span < count; span++) {
-    i32v most{};  // bits without sign: in the order of sizes, infinity and NaN last
+    i32v& most = parts[span];  // bits without sign: in the order of sizes, infinity and NaN last
     for (int i = 0; i < SPAN; i += F32S) {
       const i32v size = (i32v)load(x + span * SPAN + i) & 0x7fffffff;
       most = size > most ? size : most;
     }
-    peaks[span] = from_bits(uint32_t(largest(most)));
   }
   for (int i = 0; i < AT_ONCE; i += F32S) {
-    const f32v peak = load(peaks + i);
+    const f32v peak = (f32v)each_folded(parts + i, [](i32v a, i32v b) { return a > b ? a : b; });
     store(scales + i, peak / splat(X::MOST) + (peak - peak));
     store(factors + i, peak > splat(0x1p-100f) ? splat(X::MOST) / peak : f32v{});
   }
@@ -38,9 +37,12 @@ void quantize_spans(const float* x, int count, F&& quants_at, float* scales, flo
       std::memcpy(to + i, &packed, sizeof packed);
       total += whole;
     }
-    counts[span] = sum(total);
+    parts[span] = total;
   }
-  for (int i = 0; i < AT_ONCE; i++) sums[i] = scales[i] * float(counts[i]);
+  for (int i = 0; i < AT_ONCE; i += F32S) {
+    const i32v total = each_folded(parts + i, [](i32v a, i32v b) { return a + b; });
+    store(sums + i, load(scales + i) * __builtin_convertvector(total, f32v));
+  }
 }
 
 template <typename X>

@@ -124,16 +124,20 @@ class Layers {
         multiply_panels(linear, input, half + 2 * group + i, TOGETHER, first, last,
                         at + 2 * BLOCK * PANEL, room);
       }
-      for (int64_t row = first; row < last; row++) {
-        float act[GROUP];
-        for (int64_t i = 0; i < 2; i += TOGETHER) {
-          const int64_t at = i * BLOCK * PANEL + (row - first) * TOGETHER * PANEL;
-          silu_mul(pieces + at, ups + at, TOGETHER * PANEL, act + i * PANEL);
-        }
+      constexpr int64_t SOME = 8;
+      float act[SOME][GROUP];
+      for (int64_t from = first; from < last; from += SOME) {
+        const int64_t count = std::min(SOME, last - from);
+        for (int64_t row = 0; row < count; row++)
+          for (int64_t i = 0; i < 2; i += TOGETHER) {
+            const int64_t at = i * BLOCK * PANEL + (from + row - first) * TOGETHER * PANEL;
+            silu_mul(pieces + at, ups + at, TOGETHER * PANEL, act[row] + i * PANEL);
+          }
         if (is_integer(layer.down->format))
-          act_.quantize(*layer.down, row, group * GROUP, act, GROUP);
+          act_.quantize_group(*layer.down, group, from, act[0], count);
         else
-          std::memcpy(act_.floats + row * size + group * GROUP, act, sizeof act);
+          for (int64_t row = 0; row < count; row++)
+            std::memcpy(act_.floats + (from + row) * size + group * GROUP, act[row], sizeof act[row]);
       }
     });
   }

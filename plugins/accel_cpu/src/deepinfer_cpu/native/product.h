@@ -43,10 +43,11 @@ struct Workspace {
   void* room_of(const Team& team) const { return rooms + team.rank * room; }
   float* pieces_of(const Team& team) const { return pieces + team.rank * 4 * BLOCK * PANEL; }
 
-  // Take some whole groups of a row in, from input `at` on.
-  void quantize(const Linear& linear, int64_t row, int64_t at, const float* x, int64_t count) const {
-    const int64_t place = at / GROUP * capacity + row;
-    quantize_row(linear.bits, x, count, capacity, quants + place * GROUP * linear.bits / 8,
+  // Take one group of some rows in that follow each other; x: [count, GROUP].
+  void quantize_group(const Linear& linear, int64_t group, int64_t row, const float* x,
+                      int64_t count) const {
+    const int64_t place = group * capacity + row;
+    quantize_row(linear.bits, x, count * GROUP, 1, quants + place * GROUP * linear.bits / 8,
                  scales + place * linear.spans(), sums + place);
   }
 
@@ -54,7 +55,8 @@ struct Workspace {
   void put(const Linear& linear, int64_t row, const float* x) const {
     const int64_t k = linear.k;
     if (is_integer(linear.format))
-      quantize(linear, row, 0, x, k);
+      quantize_row(linear.bits, x, k, capacity, quants + row * GROUP * linear.bits / 8,
+                   scales + row * linear.spans(), sums + row);
     else
       std::memcpy(floats + row * k, x, size_t(k) * 4);
   }

@@ -102,8 +102,21 @@ inline f32v load_f16(const uint16_t* p) {
 #endif
 }
 
+// As `to_bf16`, lane by lane.
 inline void store_bf16(uint16_t* p, f32v v) {
-  for (int i = 0; i < F32S; i++) p[i] = to_bf16(v[i]);
+  typedef uint16_t narrow __attribute__((vector_size(F32S * 2)));
+  typedef uint32_t u32v __attribute__((vector_size(F32S * 4)));
+  const u32v bits = (u32v)v, top = bits >> 16;
+  const u32v near = (bits + 0x7fffu + (top & 1)) >> 16;
+  const u32v found = (bits & 0x7fffffffu) > 0x7f800000u ? top | 0x40 : near;
+  const narrow packed = __builtin_convertvector(found, narrow);
+  std::memcpy(p, &packed, sizeof packed);
+}
+
+inline void store_bf16(uint16_t* p, const float* from, int count) {
+  int i = 0;
+  for (; i + F32S <= count; i += F32S) store_bf16(p + i, load(from + i));
+  for (; i < count; i++) p[i] = to_bf16(from[i]);
 }
 
 // Halves onto each other, in one fixed order.
@@ -132,16 +145,26 @@ inline float sum(f32v v) {
   return folded(v, [](auto a, auto b) { return a + b; });
 }
 
-inline int32_t sum(i32v v) {
-  return folded(v, [](auto a, auto b) { return a + b; });
-}
-
-inline int32_t largest(i32v v) {
-  return folded(v, [](auto a, auto b) { return a > b ? a : b; });
-}
-
 inline float largest(f32v v) {
   return folded(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// Lane i: all lanes of v[i] put together, in one order for every i; v is overwritten.
+template <int STEP = 1, typename V, typename F>
+inline V each_folded(V* v, F&& both) {
+  if constexpr (STEP == F32S) {
+    return v[0];
+  } else {
+    i32v low, high;  // lanes of a pair of vectors that meet: those of the first, then of the second
+    for (int i = 0; i < F32S; i++) {
+      low[i] = i & STEP ? i - STEP + F32S : i;
+      high[i] = i & STEP ? i + F32S : i + STEP;
+    }
+    for (int i = 0; i < F32S / (2 * STEP); i++)
+      v[i] = both(__builtin_shuffle(v[2 * i], v[2 * i + 1], low),
+                  __builtin_shuffle(v[2 * i], v[2 * i + 1], high));
+    return each_folded<2 * STEP>(v, both);
+  }
 }
 
 // The nearest integers, of ties the even one; anything where x is none or too large.

@@ -61,16 +61,16 @@ void activate(const Experts& experts, const float* gate, const float* up, float*
 template <typename F>
 void products(const Routing& routing, const Linear* const* linears, const Workspace& space,
               Team& team, F&& finish) {
-  const int64_t units = num_units(*linears[0]);
-  const int64_t chunk = std::max<int64_t>(1, units / (team.size * 8));
-  const int64_t chunks = (units + chunk - 1) / chunk, total = int64_t(routing.parts.size());
+  const int64_t panels = linears[0]->num_panels();
+  const int64_t chunk = std::max<int64_t>(1, panels / (team.size * 8));
+  const int64_t chunks = (panels + chunk - 1) / chunk, total = int64_t(routing.parts.size());
   for (int64_t item = team.next(); item < total * chunks; item = team.next()) {
     const Part& part = routing.parts[size_t(item / chunks)];
     const Linear& linear = *linears[part.expert];
     const Rows rows = space.rows(int64_t(routing.row_of.size()), linear.k);
     const int64_t begin = item % chunks * chunk;
-    for (int64_t unit = begin; unit < std::min(begin + chunk, units); unit++)
-      multiply_unit(linear, rows, unit, part.first, part.last, space, team, finish);
+    for (int64_t panel = begin; panel < std::min(begin + chunk, panels); panel++)
+      multiply_piece(linear, rows, panel, part.first, part.last, space, team, finish);
   }
 }
 

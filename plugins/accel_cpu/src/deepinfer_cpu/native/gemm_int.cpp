@@ -72,17 +72,6 @@ void quantize(const float* x, int64_t count, int64_t capacity, void* quants, flo
   }
 }
 
-template <int P>
-void multiply_some(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
-                   int64_t last, float* out) {
-  const bool bytes = linear.bits == 8;
-  const auto multiply =
-      linear.format == Q4_0   ? bytes ? integer_panels<Q4_0, Bytes, P> : integer_panels<Q4_0, Words, P>
-      : linear.format == Q4_1 ? bytes ? integer_panels<Q4_1, Bytes, P> : integer_panels<Q4_1, Words, P>
-                              : integer_panels<Q8_0, Words, P>;
-  multiply(linear, rows, panel, first, last, out);
-}
-
 }  // namespace
 
 void quantize_row(int32_t bits, const float* x, int64_t count, int64_t capacity, void* quants,
@@ -90,10 +79,14 @@ void quantize_row(int32_t bits, const float* x, int64_t count, int64_t capacity,
   (bits == 8 ? quantize<Bytes> : quantize<Words>)(x, count, capacity, quants, scales, sums);
 }
 
-void multiply_integer(const Linear& linear, const Rows& rows, int64_t panel, int64_t count,
-                      int64_t first, int64_t last, float* out) {
-  (count == TOGETHER ? multiply_some<TOGETHER> : multiply_some<1>)(linear, rows, panel, first,
-                                                                   last, out);
+void multiply_integer(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
+                      int64_t last, float* out) {
+  const bool bytes = linear.bits == 8;
+  const auto multiply =
+      linear.format == Q4_0   ? bytes ? integer_panel<Q4_0, Bytes> : integer_panel<Q4_0, Words>
+      : linear.format == Q4_1 ? bytes ? integer_panel<Q4_1, Bytes> : integer_panel<Q4_1, Words>
+                              : integer_panel<Q8_0, Words>;
+  multiply(linear, rows, panel, first, last, out);
 }
 
 }  // namespace di

@@ -115,23 +115,20 @@ class Layers {
     const Rows input = space.rows(rows, linear.k);
     const int64_t size = model_.intermediate, groups = size / GROUP, half = size / PANEL;
     share(team, rows, groups, [&](int64_t first, int64_t last, int64_t group) {
+      // Two panels of gates and two of ups, each [last - first, PANEL].
       float* const pieces = space.pieces_of(team);
-      void* const room = space.room_of(team);
-      float* const ups = pieces + 2 * BLOCK * PANEL;
-      for (int64_t i = 0; i < 2; i += TOGETHER) {
-        float* at = pieces + i * BLOCK * PANEL;
-        multiply_panels(linear, input, 2 * group + i, TOGETHER, first, last, at, room);
-        multiply_panels(linear, input, half + 2 * group + i, TOGETHER, first, last,
-                        at + 2 * BLOCK * PANEL, room);
-      }
+      const auto piece = [&](int64_t i) { return pieces + i * BLOCK * PANEL; };
+      for (int64_t i = 0; i < 4; i++)
+        multiply_panel(linear, input, i / 2 * half + 2 * group + i % 2, first, last, piece(i),
+                       space.room_of(team));
       constexpr int64_t SOME = 8;
       float act[SOME][GROUP];
       for (int64_t from = first; from < last; from += SOME) {
         const int64_t count = std::min(SOME, last - from);
         for (int64_t row = 0; row < count; row++)
-          for (int64_t i = 0; i < 2; i += TOGETHER) {
-            const int64_t at = i * BLOCK * PANEL + (from + row - first) * TOGETHER * PANEL;
-            silu_mul(pieces + at, ups + at, TOGETHER * PANEL, act[row] + i * PANEL);
+          for (int64_t i = 0; i < 2; i++) {
+            const int64_t at = (from + row - first) * PANEL;
+            silu_mul(piece(i) + at, piece(i + 2) + at, PANEL, act[row] + i * PANEL);
           }
         if (is_integer(layer.down->format))
           act_.quantize_group(*layer.down, group, from, act[0], count);

@@ -26,7 +26,6 @@ constexpr int64_t group_bytes(int32_t format) {
 }
 
 constexpr int64_t BLOCK = 96;  // most rows that are multiplied with a panel at a time
-constexpr int TOGETHER = DI_AVX512 ? 2 : 1;  // panels likewise
 
 struct Linear {
   const uint8_t* panels;

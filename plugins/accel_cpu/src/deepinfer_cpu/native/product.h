@@ -8,13 +8,12 @@
 
 namespace di {
 
-// Rows [first, last) times `count` panels that follow each other, TOGETHER or one;
-// out: [last - first, count, PANEL].
-void multiply_integer(const Linear&, const Rows&, int64_t panel, int64_t count, int64_t first,
-                      int64_t last, float* out);
-// The same for one panel; `stride` from row to row of out, room for weights as floats.
+// Rows [first, last) times a panel; out: [last - first, PANEL].
+void multiply_integer(const Linear&, const Rows&, int64_t panel, int64_t first, int64_t last,
+                      float* out);
+// The same; room for weights as floats.
 void multiply_float(const Linear&, const Rows&, int64_t panel, int64_t first, int64_t last,
-                    float* out, int64_t stride, void* room);
+                    float* out, void* room);
 
 // Memory for rows as a product wants them, and for what each thread needs besides.
 struct Workspace {
@@ -62,38 +61,28 @@ struct Workspace {
   }
 };
 
-// Multiply `count` panels, TOGETHER or one, and add the bias; out: [last - first, count, PANEL].
-inline void multiply_panels(const Linear& linear, const Rows& rows, int64_t panel, int64_t count,
-                            int64_t first, int64_t last, float* out, void* room) {
+// Multiply a panel and add the bias; out: [last - first, PANEL].
+inline void multiply_panel(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
+                           int64_t last, float* out, void* room) {
   if (is_integer(linear.format))
-    multiply_integer(linear, rows, panel, count, first, last, out);
-  for (int64_t p = 0; p < count; p++, panel++, out += PANEL) {
-    const int64_t stride = count * PANEL;
-    if (!is_integer(linear.format))
-      multiply_float(linear, rows, panel, first, last, out, stride, room);
-    if (!linear.bias) continue;
-    const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, linear.n - begin);
-    for (int64_t row = 0; row < last - first; row++)
-      for (int64_t i = 0; i < width; i++) out[row * stride + i] += linear.bias[begin + i];
-  }
+    multiply_integer(linear, rows, panel, first, last, out);
+  else
+    multiply_float(linear, rows, panel, first, last, out, room);
+  if (!linear.bias) return;
+  const int64_t begin = panel * PANEL, width = std::min<int64_t>(PANEL, linear.n - begin);
+  for (int64_t row = 0; row < last - first; row++)
+    for (int64_t i = 0; i < width; i++) out[row * PANEL + i] += linear.bias[begin + i];
 }
 
-// The panels of unit `unit` of a product, and `finish(row, first output, count, values)` for each
-// row of them.
+// One panel, and `finish(row, first output, count, values)` for each row of it.
 template <typename F>
-inline void multiply_unit(const Linear& linear, const Rows& rows, int64_t unit, int64_t first,
-                          int64_t last, const Workspace& space, const Team& team, F&& finish) {
-  float* pieces = space.pieces_of(team);
-  const int64_t panel = unit * TOGETHER, begin = panel * PANEL;
-  const int64_t panels = std::min<int64_t>(TOGETHER, linear.num_panels() - panel);
-  multiply_panels(linear, rows, panel, panels, first, last, pieces, space.room_of(team));
-  const int64_t count = std::min<int64_t>(panels * PANEL, linear.n - begin);
+inline void multiply_piece(const Linear& linear, const Rows& rows, int64_t panel, int64_t first,
+                           int64_t last, const Workspace& space, const Team& team, F&& finish) {
+  float* piece = space.pieces_of(team);
+  multiply_panel(linear, rows, panel, first, last, piece, space.room_of(team));
+  const int64_t begin = panel * PANEL, count = std::min<int64_t>(PANEL, linear.n - begin);
   for (int64_t row = first; row < last; row++)
-    finish(row, begin, count, pieces + (row - first) * panels * PANEL);
-}
-
-inline int64_t num_units(const Linear& linear) {
-  return (linear.num_panels() + TOGETHER - 1) / TOGETHER;
+    finish(row, begin, count, piece + (row - first) * PANEL);
 }
 
 // Call `work(row)` for every row, each once; a few are taken at a time.
@@ -127,8 +116,8 @@ inline void share(Team& team, int64_t rows, int64_t units, F&& work) {
 template <typename F>
 inline void product(const Linear& linear, const Rows& rows, const Workspace& space, Team& team,
                     F&& finish) {
-  share(team, rows.count, num_units(linear), [&](int64_t first, int64_t last, int64_t unit) {
-    multiply_unit(linear, rows, unit, first, last, space, team, finish);
+  share(team, rows.count, linear.num_panels(), [&](int64_t first, int64_t last, int64_t panel) {
+    multiply_piece(linear, rows, panel, first, last, space, team, finish);
   });
 }
 

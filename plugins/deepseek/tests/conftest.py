@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deepinfer_deepseek.testing.checkpoints import DRAFTS
 from deepinfer_deepseek.testing.tiny import write_tiny
 
 REAL: dict[str, Any] = {
@@ -103,3 +104,9 @@ def real() -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny-v41"))
+
+
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with draft layers of its own."""
+    return write_tiny(tmp_path_factory.mktemp("drafting"), **DRAFTS)

@@ -18,15 +18,10 @@ from deepinfer_core.requests import Request, SamplingParams
 from deepinfer_deepseek.options import V41Options
 from deepinfer_deepseek.testing.checkpoints import DRAFTS
 from deepinfer_deepseek.testing.engines import Runner, bits
-from deepinfer_deepseek.testing.tiny import harness, slow, tokens_of, write_tiny
+from deepinfer_deepseek.testing.tiny import harness, slow, tokens_of
 
 TAPS = ("layer.6", "layer.7", "layer.8")
 KEEP = 14
-
-
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("drafting"), **DRAFTS)
 
 
 @frozen(kw_only=True, eq=False)

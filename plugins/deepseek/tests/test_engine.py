@@ -33,10 +33,18 @@ def make(tiny: Path) -> Iterator[Make]:
     engines: list[Engine] = []
 
     def runner(
-        cache: Any = "prefix", model: Path = tiny, options: Any = None, **engine: Any
+        cache: Any = "prefix",
+        model: Path = tiny,
+        options: Any = None,
+        drafter: str = "none",
+        **engine: Any,
     ) -> Runner:
+        plugins, config = [prefix], {"cache": cache, "drafter": drafter}
+        if drafter != "none":
+            plugins.append(pytest.importorskip("deepinfer_dspark"))
+            config["budget"] = "fixed"
         component = V41Options(decoder_keep=KEEP) if options is None else options
-        made = Runner(model, [prefix], engine, cache=cache, model_component=component)
+        made = Runner(model, plugins, engine, model_component=component, **config)
         engines.append(made.engine)
         return made
 
@@ -141,26 +149,37 @@ def test_what_was_found_is_never_written(make: Make) -> None:
     assert runner.pages(*shared) == before
 
 
-@pytest.mark.parametrize("steps", [1, 3, 9])
-def test_preempted_sees_the_same_again(make: Make, steps: int) -> None:
-    """Also with outputs computed already: the cut follows from the prompt, not from what it is."""
-    prompts = [tokens_of(60), [*tokens_of(60), *tokens_of(47, 1)]]
+@pytest.mark.parametrize(
+    ("drafter", "hits", "urgent"),
+    [("none", [28], 50), ("dspark", [28, 30], 50), ("dspark", [28], 9)],
+    ids=["pages driven out", "drafts, a hit after a hit", "drafts, pages found again"],
+)
+def test_preempted_at_any_step_sees_the_same_again(
+    make: Make, drafting: Path, drafter: str, hits: list[int], urgent: int
+) -> None:
+    """While rows are replayed, between chunks of the prompt, and after each token.
 
-    def prepared() -> Runner:
-        runner = make(bounded(12), kv_pages=40, max_sequences=1, max_batch_tokens=32)
-        runner.run(prompts[0], max_tokens=1)
-        return runner
-
-    expected = prepared().run(prompts[1], max_tokens=20)
-    assert not expected.exact
-    disturbed = prepared()
-    victim = disturbed.submit(prompts[1], max_tokens=20, priority=9)
-    for _ in range(steps):
-        disturbed.engine.step()
-    urgent = disturbed.submit(tokens_of(290, 5), max_tokens=4)
-    found, _ = disturbed.finish(victim, urgent)
-    assert disturbed.engine.stats().num_preemptions == 1
-    assert bits(found) == bits(expected)
+    The cut follows from the prompt, not from what a sequence is by then; a replay that begins anew
+    makes the approximations that were made first, those of who left the pages among them; what
+    drafts left behind goes with the pages.
+    """
+    prompt, cache = [*tokens_of(28), *tokens_of(14, 2)], bounded(12)
+    alone = make(cache, drafting)
+    for hit in hits:
+        alone.run(prompt[:hit], max_tokens=1)
+    expected = alone.run(prompt, max_tokens=7)
+    # Seven pages for the request, and as many for those that drive it out.
+    runner = make(
+        cache, drafting, drafter=drafter, kv_pages=8, max_sequences=1, max_batch_tokens=10
+    )
+    results = runner.preempted_everywhere(prompt, hits, tokens_of(urgent, 5), max_tokens=7)
+    for result in (expected, *results):
+        assert (result.cached_tokens, result.exact) == (hits[-1], False)
+        assert bits(result) == bits(expected)
+    # Three chunks, and a few steps that bring tokens.
+    assert len(results) > 3 + 3
+    if drafter != "none":
+        assert results[-1].drafted > results[-1].accepted > 0
 
 
 def test_an_exact_request_does_not_see_what_is_bounded(make: Make) -> None:

@@ -11,6 +11,9 @@ from deepinfer_core.config import EngineConfig, EngineOptions
 from deepinfer_core.engine.engine import Engine
 from deepinfer_core.requests import Request, RequestOutput, SamplingParams
 
+_OF_REQUESTS = ("cache_salt", "exact", "priority")
+"""Options that are fields of a request itself."""
+
 
 class Runner:
     """An engine, and what its requests come to.
@@ -52,7 +55,7 @@ class Runner:
 
     def submit(self, prompt: Sequence[int], **options: Any) -> str:
         """Submit a prompt; greedy and with log-probabilities unless options say otherwise."""
-        extra = {name: options.pop(name) for name in ("exact", "priority") if name in options}
+        extra = {name: options.pop(name) for name in _OF_REQUESTS if name in options}
         params = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 2, **options}
         self._count += 1
         name = f"r{self._count}"
@@ -78,6 +81,41 @@ class Runner:
         (result,) = self.finish(self.submit(prompt, **options))
         assert result.error is None, result.error
         return result
+
+    def preempted_everywhere(
+        self, prompt: Sequence[int], hits: Sequence[int], urgent: Sequence[int], **options: Any
+    ) -> list[RequestOutput]:
+        """Run a request again and again, preempted at another step each time, at last at none.
+
+        The first time it is preempted after every step that brought a token: as often as can be, if
+        it is to end. It needs an engine that runs one sequence at a time.
+
+        Args:
+            prompt: of the request.
+            hits: how much of the prompt is run before, under the same salt, so that it is found.
+            urgent: prompt of the requests that take its place.
+            options: of the request.
+        """
+        results: list[RequestOutput] = []
+        preempted = -1
+        while preempted != (preempted := self.engine.stats().num_preemptions):
+            salt = f"time {len(results)}"
+            for hit in hits:
+                self.run(prompt[:hit], max_tokens=1, cache_salt=salt)
+            victim = self.submit(prompt, priority=9, cache_salt=salt, **options)
+            steps = 0
+            while (result := self.engine.take_result(victim)) is None:
+                found, steps = self.engine.step(), steps + 1
+                if steps == len(results) or (found and not results):
+                    self._served(self.submit(urgent, max_tokens=1, cache_salt=salt))
+            assert result.error is None, result.error
+            results.append(result)
+        return results
+
+    def _served(self, name: str) -> None:
+        """Run until one request is done, whatever becomes of others."""
+        while self.engine.take_result(name) is None:
+            self.engine.step()
 
     def computed(self) -> int:
         """Rows computed so far."""

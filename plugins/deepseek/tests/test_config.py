@@ -10,6 +10,8 @@ import pytest
 
 from deepinfer_core.errors import CheckpointError
 from deepinfer_deepseek.config import read_config
+from deepinfer_deepseek.model import V41Family
+from deepinfer_deepseek.options import V41Options
 
 
 def test_the_public_configuration(real: dict[str, Any]) -> None:
@@ -33,6 +35,29 @@ def test_the_public_configuration(real: dict[str, Any]) -> None:
 def test_a_flat_configuration_is_the_same(real: dict[str, Any]) -> None:
     text = real.pop("text_config")
     assert read_config({**text, **real}) == read_config({**real, "text_config": text})
+
+
+def test_what_is_left_out_is_as_published(real: dict[str, Any]) -> None:
+    """Numbers that a model would compute with, if wrongly, without a word."""
+    expected = read_config(real)
+    for name in (
+        *("candidate_block_size", "candidate_topk_blocks", "dspark_block_size"),
+        *("dspark_markov_rank", "engram_max_ngram_size", "engram_pad_token_id", "hc_eps"),
+        *("hc_mult", "hc_sinkhorn_iters", "max_position_embeddings", "n_shared_experts"),
+        *("qk_rope_head_dim", "rms_norm_eps", "rope_theta", "routed_scaling_factor"),
+        *("sliding_window", "swiglu_limit"),
+    ):
+        del real["text_config"][name]
+    assert read_config(real) == expected
+    assert expected.experts.temperature == 1.0
+    assert expected.fp4_entries
+
+
+def test_the_decoder_keeps_and_a_replay_computes_140_rows(real: dict[str, Any]) -> None:
+    """A window and twelve rows more, where nothing else is said."""
+    spec = V41Family(V41Options()).describe(real, page_size=128, kv_dtype="bfloat16")
+    assert spec.decoder_keep == 140
+    assert [group.replay_tokens for group in spec.groups if group.replay_tokens] == [140]
 
 
 @pytest.mark.parametrize(

@@ -100,19 +100,16 @@ def test_what_was_found_is_never_written(make: Make) -> None:
     assert runner.pages(*shared, count=6) == before
 
 
-@pytest.mark.parametrize("steps", [1, 3, 9])
-def test_preempted_sees_the_same_again(make: Make, steps: int) -> None:
-    prompts = [tokens_of(64), [*tokens_of(64), *tokens_of(47, 1)]]
-    expected = make().run(prompts[1], max_tokens=20)
-    disturbed = make(replayed("exact"), kv_pages=40, max_sequences=1, max_batch_tokens=32)
-    disturbed.run(prompts[0], max_tokens=1)
-    victim = disturbed.submit(prompts[1], max_tokens=20, priority=9)
-    for _ in range(steps):
-        disturbed.engine.step()
-    urgent = disturbed.submit(tokens_of(290, 5), max_tokens=4)
-    found, _ = disturbed.finish(victim, urgent)
-    assert disturbed.engine.stats().num_preemptions == 1
-    assert bits(found) == bits(expected)
+def test_preempted_at_any_step_sees_the_same_again(make: Make) -> None:
+    prompt = [*tokens_of(64), *tokens_of(14, 1)]
+    expected = make().run(prompt, max_tokens=7)
+    # As many pages for the request as for those that drive it out.
+    runner = make(replayed("exact"), kv_pages=14, max_sequences=1, max_batch_tokens=32)
+    results = runner.preempted_everywhere(prompt, [64], tokens_of(90, 5), max_tokens=7)
+    assert [result.cached_tokens for result in results] == [64] * len(results)
+    assert [bits(result) for result in results] == [bits(expected)] * len(results)
+    # Two chunks, and seven tokens.
+    assert len(results) > 2 + 5
 
 
 def test_outputs_of_one_prompt_share_it(make: Make) -> None:

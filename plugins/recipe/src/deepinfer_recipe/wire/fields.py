@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,10 +19,12 @@ def read_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body.
 
     Raises:
-        ProtocolError: it is none, or nested too deeply, or holds what UTF-8 cannot express.
+        ProtocolError: it is none, or nested too deeply, or holds what UTF-8 or JSON cannot express.
     """
     try:
-        found = json.loads(body, parse_constant=_refuse_constant)
+        # Decoded here: json.loads would let lone surrogates in, and encodings other than UTF-8.
+        text = body.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         if b"\\u" in body:  # only escapes can spell lone surrogates
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -38,6 +41,13 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large a number")
+    return value
 
 
 def _check_depth(value: Any) -> None:

@@ -131,7 +131,8 @@ def page_of(
 
 
 def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_PAGE:
+    known = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_PAGE))
+    if not known or not 1 <= int(text) <= MAX_PAGE:
         raise ProtocolError(f"limit must be from 1 to {MAX_PAGE}, not {text[:40]!r}", param="limit")
     return int(text)
 

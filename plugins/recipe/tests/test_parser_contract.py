@@ -14,7 +14,7 @@ from deepinfer_core.testing.contracts import ParserContract
 from deepinfer_core.testing.contracts.base import failures
 from deepinfer_core.testing.contracts.parser import MARKS
 from deepinfer_recipe.config import ParserConfig
-from deepinfer_recipe.parse.dialects import DeepseekV4
+from deepinfer_recipe.parse.dialects import DeepseekV4, Hermes, Mistral
 
 Events = tuple[ParsedEvent, ...]
 
@@ -171,6 +171,26 @@ class TestDeepseekV41(ParserContract):
     component = "deepseek_v4_1"
     marks = (*MARKS, *(dsml(mark, " ", "calls") for mark in DSML))
     examples = EXAMPLES_41
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "end", "complete"),
+    [
+        (Hermes, '<tool_call>\n{"name": "f", "arguments": {}}', "\n</tool_call>", True),
+        (Mistral, "[TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]", True),
+        (DeepseekV4, WEATHER[: WEATHER.index("</｜DSML｜tool")], "</｜DSML｜tool_calls>", True),
+        (DeepseekV4, WEATHER[: WEATHER.rindex("</｜DSML｜invoke")], "</｜DSML｜invoke>", False),
+    ],
+)
+def test_a_mark_cut_off_after_a_call_is_no_text(
+    kind: Any, said: str, end: str, complete: bool
+) -> None:
+    parser = kind(ParserConfig(), ParserContext(token_of=lambda spelling: None))
+    for size in range(len(end)):
+        stream = parser.stream()
+        events = [*stream.push(said + end[:size]), *stream.finish()]
+        assert events[-1].kind is EventKind.TOOL_CALL_END, (end[:size], events)
+        assert events[-1].complete is complete
 
 
 # ------------------------------------------------------------------------- broken twins

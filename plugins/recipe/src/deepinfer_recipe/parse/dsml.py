@@ -103,6 +103,11 @@ class Dsml(Outer):
         self._say_stray()
         self.say(self._outside, self._opening)
 
+    def only_marks(self) -> bool:
+        """Whether a block with calls goes on, which holds nothing but tags."""
+        inside = self._on_text in (self._in_block, self._in_invoke)
+        return inside and not self._opening and not self._stray
+
     def _to_block(self) -> None:
         self.enter(self._dsml.block, self._in_block, self._block_mark)
 

@@ -69,6 +69,10 @@ class JsonCalls(Outer):
         if self._in_markup:
             self.give_up()
 
+    def only_marks(self) -> bool:
+        """Whether a call was just read, and the mark that closes it is due."""
+        return self._on_text == self._after_text
+
     def read_object(self, raw: list[str]) -> None:
         """Go on with a call; ``raw`` is what was read of it already."""
         self._begin_object(raw)

@@ -58,7 +58,7 @@ class Machine:
 
     def finish(self) -> Sequence[ParsedEvent]:
         """The end of the output."""
-        self._read(self._held, final=True)
+        self._read("" if self.only_marks() else self._held, final=True)
         self.on_end()
         if self._in_call:
             self.end(complete=False)
@@ -73,6 +73,10 @@ class Machine:
 
     def on_end(self) -> None:
         """Nothing follows; say what is still kept."""
+
+    def only_marks(self) -> bool:
+        """Whether a mark must follow, so that an output cut off in its middle says nothing."""
+        return False
 
     def say(self, kind: EventKind, text: str) -> None:
         """Text or thinking. Newlines at its end wait, as a mark may follow that swallows them."""

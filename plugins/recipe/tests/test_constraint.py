@@ -291,6 +291,15 @@ def test_deep_sources_are_refused_however_deep() -> None:
         constraint().compile("json_schema", deep)
 
 
+@pytest.mark.parametrize(("kind", "source"), [("regex", r"[^\s\S]"), ("ebnf", "root ::= root")])
+def test_what_matches_nothing_is_refused(
+    shared: XgrammarConstraint, kind: str, source: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="matches nothing"):
+            shared.compile(kind, source)
+
+
 def test_large_results_are_refused() -> None:
     with pytest.raises(RequestError, match="compiles to"):
         constraint(max_compiled_bytes=10).compile("regex", "[a-z]+")

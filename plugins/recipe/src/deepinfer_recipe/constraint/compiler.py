@@ -72,19 +72,28 @@ class XgrammarConstraint:
         """Compile a grammar and return a fresh matcher; called off the engine's thread.
 
         Raises:
-            RequestError: the source is bad, too large, or takes too long to compile.
+            RequestError: the source is bad, too large, or matches nothing, or takes too long to
+                compile.
         """
-        import xgrammar
-
         wanted = read_source(kind, source, self._config)
         vocabulary = self._vocabulary(wanted.marks)
         compiled = self._cached(wanted.key)
-        if compiled is None:
-            compiled = self._compile_in_time(kind, wanted, vocabulary.compiler)
-            self._keep(wanted.key, compiled)
-        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary.silent, self._ends)
+        if compiled is not None:
+            return self._matcher(compiled, vocabulary)
+        compiled = self._compile_in_time(kind, wanted, vocabulary.compiler)
+        matcher, mask = self._matcher(compiled, vocabulary), np.empty_like(self._ends)
+        matcher.fill_mask(mask)
+        if not mask.any():
+            raise RequestError(f"the {kind} matches nothing: no text can begin as it wants")
+        self._keep(wanted.key, compiled)
+        return matcher
 
     # ------------------------------------------------------------------------ inside
+
+    def _matcher(self, compiled: Any, vocabulary: Vocabulary) -> XgrammarMatcher:
+        import xgrammar
+
+        return XgrammarMatcher(xgrammar.GrammarMatcher(compiled), vocabulary.silent, self._ends)
 
     def _compile_in_time(self, kind: str, source: Source, compiler: Any) -> Any:
         """Compile in a thread that is given up when it takes too long.

@@ -24,6 +24,9 @@ from deepinfer_recipe.wire.turn import Piece, Token, Turn, finish_word, finite, 
 MAX_PROMPTS = 128
 """Prompts of one request."""
 
+MAX_OUTPUTS = 1024
+"""Outputs of one request, of all its prompts."""
+
 FINISH = {
     "stop": "stop",
     "stop_string": "stop",
@@ -89,9 +92,15 @@ class CompletionsFormat:
             prompt_logprobs=logprobs if echo else None,
             structured=structured,
         )
+        prompts = self._prompts(fields)
+        if len(prompts) * params.n > MAX_OUTPUTS:
+            raise fields.error(
+                "n", f"asks for {len(prompts) * params.n} outputs of {len(prompts)} prompts; "
+                f"at most {MAX_OUTPUTS} are allowed",
+            )  # fmt: skip
         generations = tuple(
             Generation(prompt_token_ids=ids, params=params, cache_salt=context.cache_salt)
-            for ids in self._prompts(fields)
+            for ids in prompts
         )
         options = fields.object("stream_options", None)
         if options is not None and not stream:

@@ -314,6 +314,8 @@ def test_failures_in_the_middle(world: Any) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"functions": []}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "prefix": True, "tool_calls": [{"function": {"name": "f"}}]}]}, "messages"),
         ({"model": None}, "model"),
     ],
 )  # fmt: skip
@@ -324,6 +326,14 @@ def test_refusals_name_the_field(world: Any, change: dict[str, Any], param: str)
     shape = world.formats["openai.chat"].error(Fault.of(raised.value))
     assert shape["error"]["type"] == "invalid_request_error"
     assert shape["error"]["param"] == param
+
+
+def test_as_many_outputs_as_can_ever_be_made(world: Any) -> None:
+    asked = {"model": "m", "prompt": ["a"] * 128, "n": 8}
+    assert len(world.read("openai.completions", asked).generations) == 128
+    with pytest.raises(ProtocolError, match="n: asks for 1152 outputs") as raised:
+        world.read("openai.completions", asked | {"n": 9})
+    assert (raised.value.status, raised.value.param) == (400, "n")
 
 
 def test_what_has_no_effect_is_said(world: Any) -> None:

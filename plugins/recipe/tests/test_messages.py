@@ -131,6 +131,19 @@ def test_counting(world: Any) -> None:
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.name"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "t", "name": "f", "input": "x"}],
+                    },
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]},
+                ]
+            },
+            "messages[1].content[0].input",
+        ),
         ({"stop_sequences": [3]}, "stop_sequences"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
     ],

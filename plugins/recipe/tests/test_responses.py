@@ -106,6 +106,9 @@ def test_failures(world: Any) -> None:
     assert event.name == "response.failed"
     assert event.data["response"]["status"] == "failed"
     assert event.data["response"]["error"] == {"code": "server_error", "message": "no"}
+    reply = world.read(NAME, body()).reply("abc", 1)
+    (event,) = reply.fail(Fault(status=400, message="no"))
+    assert event.data["response"]["error"] == {"code": "invalid_prompt", "message": "no"}
 
 
 @pytest.mark.parametrize(
@@ -121,12 +124,35 @@ def test_failures(world: Any) -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"background": True, "store": False}, "background"),
         ({"background": True, "stream": True}, "background"),
+        ({"metadata": "x"}, "metadata"),
+        ({"max_tool_calls": "x"}, "max_tool_calls"),
     ],
 )
 def test_refusals(world: Any, change: dict[str, Any], param: str) -> None:
     with pytest.raises(ProtocolError) as raised:
         world.read(NAME, body(**change))
     assert raised.value.param == param
+
+
+def test_refusals_count_the_items_of_this_request_alone(world: Any) -> None:
+    reply, _ = world.run(world.read(NAME, body(tools=[TOOL])), [world.ids(TEXT)])
+    given = [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": 5}]
+    with pytest.raises(ProtocolError) as raised:
+        world.read(
+            NAME,
+            body(input=given, previous_response_id="resp_abc"),
+            stored={"resp_abc": reply.stored()}.get,
+        )
+    assert raised.value.param == "input[1].call_id"
+
+
+def test_nulls_are_as_absent_in_what_is_repeated(world: Any) -> None:
+    given = [{"type": None, "role": "user", "content": "Hi"}]
+    stored = world.read(NAME, body(input=given, text={"format": None})).reply("abc", 1).stored()
+    assert stored.body["text"] == {"format": {"type": "text"}}
+    (item,) = stored.input_items
+    assert item["type"] == "message"
+    assert item["content"] == [{"type": "input_text", "text": "Hi"}]
 
 
 @pytest.mark.parametrize(("given", "found"), [(5, "not the number 5"), ({}, "not an object")])

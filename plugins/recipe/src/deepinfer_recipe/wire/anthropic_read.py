@@ -134,6 +134,7 @@ def _assistant(blocks: list[Fields]) -> Message:
         if kind == "thinking":
             thoughts.append(block.text("thinking"))
         elif kind == "tool_use":
+            block.object("input", None)
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append(
                 Call(call_id=block.text("id"), name=block.text("name"), arguments=arguments)

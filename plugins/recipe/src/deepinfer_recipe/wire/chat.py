@@ -108,9 +108,12 @@ def read_conversation(fields: Fields) -> Conversation:
     thinking, effort = _thinking(fields)
     prefill = ""
     if messages[-1].role == "assistant" and _continues(fields):
-        prefill = messages.pop().content
+        last = messages.pop()
+        if last.calls:
+            raise fields.error("messages", "cannot be continued after the calls of the last one")
         if not messages:
             raise fields.error("messages", "hold nothing before the prefix that is to be continued")
+        prefill = last.content
     options = fields.object("chat_template_kwargs", None)
     return Conversation(
         messages=tuple(messages),
@@ -153,11 +156,11 @@ def max_tokens(fields: Fields) -> int | None:
 
 
 def _refuse_audio(fields: Fields) -> None:
-    modalities = fields.items("modalities", ["text"])
-    if fields.has("audio") or modalities != ["text"]:
+    if fields.items("modalities", ["text"]) != ["text"]:
         raise fields.error("modalities", "only text is supported")
-    if fields.has("web_search_options"):
-        raise fields.error("web_search_options", "is not supported")
+    for name in ("audio", "web_search_options"):
+        if fields.has(name):
+            raise fields.error(name, "is not supported")
 
 
 @frozen(kw_only=True)

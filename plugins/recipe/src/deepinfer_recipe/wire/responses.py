@@ -95,7 +95,7 @@ class ResponsesFormat:
 
     def _conversation(self, fields: Fields, history: tuple[Any, ...]) -> Conversation:
         items = [*history, *input_items(fields, history, "new")]
-        messages = messages_of(items)
+        messages = messages_of(items, len(history))
         if not messages:
             raise fields.error("input", "is empty; give at least one message")
         instructions = fields.text("instructions", None)
@@ -162,8 +162,9 @@ def _format(fields: Fields) -> AnswerFormat | None:
 
 def _echoed(fields: Fields, temperature: float, top_p: float) -> Mapping[str, Any]:
     """Return what a response repeats of its request."""
-    text = fields.get("text") or {}
+    text = {name: value for name, value in (fields.get("text") or {}).items() if value is not None}
     reasoning = fields.get("reasoning") or {}
+    fields.object("metadata", None)  # is repeated, and so must be one
     # May be absent, but not null.
     key = fields.get("prompt_cache_key")
     named = {} if key is None else {"prompt_cache_key": key}
@@ -171,7 +172,7 @@ def _echoed(fields: Fields, temperature: float, top_p: float) -> Mapping[str, An
         **named,
         "instructions": fields.get("instructions"),
         "max_output_tokens": fields.get("max_output_tokens"),
-        "max_tool_calls": fields.get("max_tool_calls"),
+        "max_tool_calls": fields.integer("max_tool_calls", 1),
         "metadata": fields.get("metadata") or {},
         "parallel_tool_calls": fields.flag("parallel_tool_calls", True),
         "previous_response_id": fields.get("previous_response_id"),

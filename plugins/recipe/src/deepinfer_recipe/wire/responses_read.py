@@ -37,7 +37,7 @@ def input_items(fields: Fields, known: Sequence[Item], identity: str) -> list[di
             if referred is None:
                 raise item.error("id", "refers to an item that is not stored here", status=404)
             shape = dict(referred)
-        shape.setdefault("type", "message")
+        shape["type"] = shape.get("type") or "message"
         shape["id"] = item.text("id", None) or f"item_{identity}_{len(known) + place}"
         if shape["type"] == "message" and isinstance(shape.get("content"), str):
             kind = "output_text" if shape.get("role") == "assistant" else "input_text"
@@ -46,8 +46,12 @@ def input_items(fields: Fields, known: Sequence[Item], identity: str) -> list[di
     return found
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def messages_of(items: Sequence[Item], known: int = 0) -> list[Message]:
     """Return the messages that items stand for; what an assistant did at a time is one message.
+
+    Args:
+        items: of the conversation.
+        known: how many of them, at the beginning, are no part of this request's input.
 
     Raises:
         ProtocolError: an item is malformed or not supported.
@@ -55,7 +59,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     found: list[Message] = []
     said: _Assistant | None = None
     for place, item in enumerate(items):
-        fields = Fields(item, f"input[{place}]")
+        fields = Fields(item, f"input[{place - known}]")
         kind = fields.text("type", "message")
         own = kind in ("reasoning", "function_call") or (
             kind == "message" and item.get("role") == "assistant"

@@ -198,7 +198,8 @@ class ResponsesReply(BaseReply):
     def _error(self) -> Mapping[str, Any] | None:
         if self.failure is None or self.failure.status == 499:
             return None
-        code = "rate_limit_exceeded" if self.failure.status == 429 else "server_error"
+        default = "invalid_prompt" if self.failure.status < 500 else "server_error"
+        code = "rate_limit_exceeded" if self.failure.status == 429 else default
         return {"code": code, "message": self.failure.message}
 
     def _usage(self) -> Mapping[str, Any]:

@@ -164,6 +164,19 @@ def test_large_bodies_in_chunks_are_refused(start: Any) -> None:
         assert client.post(PATH, content=parts()).status_code == 413
 
 
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_compressed_bodies_are_refused(start: Any, path: str) -> None:
+    with start().client() as client:
+        for coding, status in (("gzip", 415), ("br, gzip", 415), ("identity", 200)):
+            answer = client.post(
+                path,
+                content=b'{"prompts": ["a"], "prompt": "a"}',
+                headers={"content-encoding": coding},
+            )
+            assert answer.status_code == status
+            assert (coding in answer.text) is (status == 415)
+
+
 def test_bodies_that_do_not_arrive_are_given_up(start: Any) -> None:
     live = start(body_timeout_s=0.1)
     with socket.create_connection(live.url.removeprefix("http://").split(":")) as raw:

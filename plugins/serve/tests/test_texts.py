@@ -66,6 +66,8 @@ def test_unknown_paths_and_methods_are_told_as_json(start: Any) -> None:
         assert "error" in client.get("/v1/nothing").json()
         assert client.delete("/tokenize").status_code == 405
         assert "error" in client.delete("/tokenize").json()
+        assert client.put(PATH).status_code == 405
+        assert "toy_error" in client.put(PATH).json()
 
 
 def test_load_and_version(start: Any) -> None:

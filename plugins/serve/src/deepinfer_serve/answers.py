@@ -27,13 +27,19 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, timeout_s: fl
     """Return a request's body.
 
     Raises:
-        ProtocolError: it is larger than ``limit`` (413) or takes too long (408).
+        ProtocolError: it is compressed (415), larger than ``limit`` (413) or takes too long (408).
         ClientGone: the client left.
     """
     too_large = ProtocolError(
         f"the body is larger than {limit} bytes (--max-body)", status=413, code="body_too_large"
     )
     for name, value in scope["headers"]:
+        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise ProtocolError(
+                f"bodies of content-encoding {value[:40].decode('latin-1')} are not read; "
+                "send it as it is",
+                status=415,
+            )
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise too_large
     parts: list[bytes] = []
@@ -87,16 +93,17 @@ async def send_fault(send: Send, fault: Fault, wire: WireFormat | None = None) -
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
     if fault.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if fault.status in (408, 413, 503):
+    if fault.status in (408, 413, 415, 503):
         # What is left of the body is not read; and who is refused by a server that ends should
         # come back on a connection to another one.
         headers.append((b"connection", b"close"))
-    body = plain_error(fault) if wire is None else wire.error(fault)
-    await send_json(send, body, fault.status, headers)
+    await send_json(send, error_body(fault, wire), fault.status, headers)
 
 
-def plain_error(fault: Fault) -> Mapping[str, Any]:
-    """Return the body of an error where no wire format is involved."""
+def error_body(fault: Fault, wire: WireFormat | None = None) -> Mapping[str, Any]:
+    """Return the body of an error, OpenAI's where no wire format is involved."""
+    if wire is not None:
+        return wire.error(fault)
     kind = "invalid_request_error" if fault.status < 500 else "server_error"
     error = {"message": fault.message, "type": kind, "param": fault.param, "code": fault.code}
     return {"error": error}

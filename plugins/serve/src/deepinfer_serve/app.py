@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -13,9 +15,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from deepinfer_core.errors import DeepInferError
-from deepinfer_core.interfaces.wire import Fault
+from deepinfer_core.interfaces.wire import Fault, WireFormat
 from deepinfer_core.log import get_logger
-from deepinfer_serve.answers import RETRY_AFTER_S, ClientGone, plain_error
+from deepinfer_serve.answers import RETRY_AFTER_S, ClientGone, error_body
 from deepinfer_serve.exchanges import FormatEndpoint, fault_of
 from deepinfer_serve.gate import Gate
 from deepinfer_serve.responses import Responses
@@ -53,7 +55,7 @@ def make_app(site: Site) -> ASGIApp:
     ]
     paths = [route.path for route in routes if isinstance(route, Route)]
     handlers: dict[Any, Any] = {
-        HTTPException: _http_error,
+        HTTPException: partial(_http_error, site.formats),
         DeepInferError: _error,
         ClientGone: _gone,
         Exception: _error,
@@ -76,15 +78,14 @@ def _page(name: str, kind: str) -> Any:
     return page
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(
+    formats: Mapping[str, WireFormat], request: Request, error: Exception
+) -> Response:
     status = getattr(error, "status_code", 500)
     where = f"{request.method} {request.url.path[:200]}"
     message = f"{where}: {getattr(error, 'detail', 'failed')}"
-    return JSONResponse(
-        plain_error(Fault(status=status, message=message)),
-        status,
-        headers=getattr(error, "headers", None),
-    )
+    body = error_body(Fault(status=status, message=message), formats.get(request.url.path))
+    return JSONResponse(body, status, headers=getattr(error, "headers", None))
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -95,7 +96,7 @@ async def _error(request: Request, error: Exception) -> Response:
             "request.failed", trace=getattr(visit, "trace", ""), exc_info=error
         )
     headers = {"retry-after": str(RETRY_AFTER_S)} if fault.status in (429, 503) else None
-    return JSONResponse(plain_error(fault), fault.status, headers)
+    return JSONResponse(error_body(fault), fault.status, headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -328,6 +328,22 @@ def test_refusals_name_the_field(world: Any, change: dict[str, Any], param: str)
     assert shape["error"]["param"] == param
 
 
+@pytest.mark.parametrize("value", ["[" * 400 + "]" * 400, "[" * 10**5, "NaN", "9" * 5000])
+def test_strange_arguments_in_the_history_are_text(world: Any, value: str) -> None:
+    said = [{"id": "1", "function": {"name": "f", "arguments": f'{{"a": {value}}}'}}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": said}]
+    asked = world.read("openai.chat", body(messages=messages))
+    assert value in world.text(asked.generations[0].prompt_token_ids)
+
+
+def test_lone_surrogates_that_a_model_spells_can_be_sent(world: Any) -> None:
+    text = '<tool_call>{"name": "g\\ud800", "arguments": "{\\"a\\": \\"\\udc00\\"}"}</tool_call>'
+    reply, events = world.run(world.read("openai.chat", body(tools=[WEATHER])), [world.ids(text)])
+    (call,) = reply.body()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "g?", "arguments": '{"a": "?"}'}
+    assert all(event.encode() for event in events)
+
+
 def test_as_many_outputs_as_can_ever_be_made(world: Any) -> None:
     asked = {"model": "m", "prompt": ["a"] * 128, "n": 8}
     assert len(world.read("openai.completions", asked).generations) == 128

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepinfer_core.errors import ProtocolError
-from deepinfer_core.interfaces.wire import Fault
+from deepinfer_core.interfaces.wire import Fault, to_json
 from deepinfer_core.requests import FinishReason
 
 NAME = "anthropic.messages"
@@ -70,6 +70,16 @@ def test_half_a_call_is_not_an_empty_one(world: Any) -> None:
     said = reply.body()
     assert said["stop_reason"] == "max_tokens"
     assert said["content"][0]["input"] == {"arguments": '{"a": "x'}
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "[" * 5000 + "]" * 5000, "9" * 5000])
+def test_arguments_that_no_object_can_hold_are_kept_as_text(world: Any, value: str) -> None:
+    text = f'<tool_call>{{"name": "get", "arguments": {{"a": {value}}}}}</tool_call>'
+    reply, _ = world.run(world.read(NAME, body(tools=[TOOL])), [world.ids(text)])
+    said = reply.body()
+    assert said["stop_reason"] == "tool_use"
+    assert said["content"][0]["input"] == {"arguments": f'{{"a": {value}}}'}
+    assert to_json(said)
 
 
 def test_results_of_tools(world: Any) -> None:

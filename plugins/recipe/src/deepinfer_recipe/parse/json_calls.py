@@ -196,6 +196,7 @@ class JsonCalls(Outer):
         return stop, done
 
     def _take_value(self, value: str) -> None:
+        value = self.tokens.spell(value)  # before escapes are read, which may spell a stand-in
         if self._streams:
             self._argued = True
         elif self._key == "name" and not self._argued:
@@ -203,7 +204,7 @@ class JsonCalls(Outer):
             if not isinstance(name, str) or not name:
                 self._failed = True
                 return
-            self._name = name
+            self._name = _sendable(name)
             if self._early is not None:
                 self._whole_call(self._early)
         elif self._key in _ARGUMENTS and not self._argued:
@@ -277,7 +278,7 @@ def loaded(text: str) -> Any:
     """Return a JSON value, or None if the text is none."""
     try:
         return json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -286,4 +287,9 @@ def _as_arguments(value: str) -> str:
     if value == "null":
         return "{}"
     inner = loaded(value) if value.startswith('"') else None
-    return inner if isinstance(inner, str) else value
+    return _sendable(inner) if isinstance(inner, str) else value
+
+
+def _sendable(text: str) -> str:
+    """Return text without the lone surrogates that escapes in JSON may spell."""
+    return text.encode("utf-8", "replace").decode()

@@ -6,7 +6,6 @@ what the encoding writes itself becomes control tokens; messages stay plain text
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from attrs import evolve, frozen
 
 from deepinfer_core.errors import RequestError
 from deepinfer_recipe.conversation import Call, Conversation, Message, Tool
+from deepinfer_recipe.json_text import read_arguments
 from deepinfer_recipe.kit import Prompt
 from deepinfer_recipe.render import deepseek_text as fixed
 from deepinfer_recipe.render.serde import python_json, serde_json
@@ -276,8 +276,5 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": text}
+    found = read_arguments(text)
+    return {"arguments": text} if found is None else found

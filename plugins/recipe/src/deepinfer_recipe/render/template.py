@@ -11,6 +11,7 @@ from deepinfer_core.builtin.template_recipe import TemplateRecipe
 from deepinfer_core.errors import RequestError
 from deepinfer_core.interfaces.recipe import RecipeContext
 from deepinfer_recipe.conversation import Call, Conversation, Message
+from deepinfer_recipe.json_text import read_arguments
 from deepinfer_recipe.kit import Prompt
 from deepinfer_recipe.render.tools_told import tools_told
 
@@ -91,8 +92,5 @@ def _call(call: Call) -> Mapping[str, Any]:
 
 def arguments_of(call: Call) -> Any:
     """Return a call's arguments as an object, or as they are where they are none."""
-    try:
-        found = json.loads(call.arguments)
-    except ValueError:
-        return call.arguments
-    return found if isinstance(found, dict) else call.arguments
+    found = read_arguments(call.arguments)
+    return call.arguments if found is None else found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from deepinfer_core.interfaces.parser import EventKind
 from deepinfer_core.interfaces.wire import Fault, Generation, ReadContext, ServerEvent
 from deepinfer_recipe.conversation import Conversation
+from deepinfer_recipe.json_text import read_arguments
 from deepinfer_recipe.kit import Kit, Prompt
 from deepinfer_recipe.wire import sampling
 from deepinfer_recipe.wire.anthropic_read import read_conversation
@@ -284,8 +284,5 @@ def _signature(text: str) -> str:
 
 def _input(text: str) -> Any:
     """Return a call's arguments as the object that the protocol wants, losing nothing."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {"arguments": text}
-    return found if isinstance(found, dict) else {"arguments": found}
+    found = read_arguments(text)
+    return {"arguments": text} if found is None else found

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from deepinfer_core.errors import ProtocolError
-
-MAX_DEPTH = 64
-"""Levels of nesting that a body may have."""
+from deepinfer_recipe.json_text import MAX_DEPTH, is_deep, read_json
 
 _MISSING: Any = object()
 
@@ -23,8 +20,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     """
     try:
         # Decoded here: json.loads would let lone surrogates in, and encodings other than UTF-8.
-        text = body.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        found = read_json(body.decode("utf-8-sig"))
         if b"\\u" in body:  # only escapes can spell lone surrogates
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -35,34 +31,9 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise ProtocolError(f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise ProtocolError(f"the body must be a JSON object, not {_kind(found)}")
-    _check_depth(found)
+    if is_deep(found):
+        raise ProtocolError(f"the body is nested deeper than {MAX_DEPTH} levels")
     return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ProtocolError(f"the body is nested deeper than {MAX_DEPTH} levels")
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-        level = below
 
 
 def _kind(value: Any) -> str:

@@ -67,6 +67,11 @@ class TestHermes(ParserContract):
         ),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call("f", '{"a": 1}')),
         ('<tool_call>{"name": "f"}</tool_call>', call("f", "{}")),
+        ('<tool_call>{"name": "f", "arguments": "Rome"}</tool_call>', call("f", '"Rome"')),
+        (
+            '<tool_call>{"name": "f", "arguments": Rome}</tool_call>',
+            (text('<tool_call>{"name": "f", "arguments": Rome}</tool_call>'),),
+        ),
         (
             '<tool_call>{"name": "f", "arguments": {"a": "b',
             call("f", '{"a": "b', complete=False),
@@ -88,6 +93,9 @@ class TestLlama(ParserContract):
         ),
         ('\n<|python_tag|>{"name": "f", "parameters": {"a": 1}}', call("f", '{"a": 1}')),
         ('{"name": "Bob", "age": 3}', (text('{"name": "Bob", "age": 3}'),)),
+        ('\n {"name": "Bob", "age": 3}', (text('\n {"name": "Bob", "age": 3}'),)),
+        (' \n{"name": "f", "parameters": {}}', call("f", "{}")),
+        ('{"name": "f", "parameters": }', (text('{"name": "f", "parameters": }'),)),
         ('{"city": "Rome"} is JSON', (text('{"city": "Rome"} is JSON'),)),
         ('So: {"name": "f", "parameters": {}}', (text('So: {"name": "f", "parameters": {}}'),)),
     )

@@ -94,6 +94,7 @@ class Dsml(Outer):
 
     def on_end(self) -> None:
         """Nothing follows."""
+        super().on_end()
         if self._tag:
             self._header_is_text("")
         if self._value:

@@ -56,16 +56,17 @@ class JsonCalls(Outer):
         self._list = self._bare = False
         self.read_object([mark])
 
-    def opens_at_start(self, text: str, place: int) -> bool:
+    def opens_at_start(self, character: str, blanks: str) -> bool:
         """Whether the output begins with an object that may be a call."""
-        if not self._json.bare or text[place] != "{":
+        if not self._json.bare or character != "{":
             return False
         self._list, self._bare = False, True
-        self.read_object([])
+        self.read_object([blanks])
         return True
 
     def on_end(self) -> None:
         """What did not become a call was text."""
+        super().on_end()
         if self._in_markup:
             self.give_up()
 
@@ -214,6 +215,9 @@ class JsonCalls(Outer):
                 self._whole_call(value)
 
     def _whole_call(self, value: str) -> None:
+        if value != "null" and loaded(value) is None:
+            self._failed = True
+            return
         self.begin(str(self._name))
         self.argue(_as_arguments(value))
         self._argued = True
@@ -287,7 +291,9 @@ def _as_arguments(value: str) -> str:
     if value == "null":
         return "{}"
     inner = loaded(value) if value.startswith('"') else None
-    return _sendable(inner) if isinstance(inner, str) else value
+    if isinstance(inner, str) and loaded(inner) is not None:
+        return _sendable(inner)
+    return value
 
 
 def _sendable(text: str) -> str:

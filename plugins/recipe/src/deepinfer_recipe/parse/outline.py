@@ -66,18 +66,23 @@ class Outer(Machine):
         super().__init__(tokens)
         self._marks = marks
         self._outside = EventKind.TEXT
+        self._blanks = ""
         self.enter(marks.start, self._at_start, self._outer_mark)
 
     def open(self, meaning: str, mark: str) -> None:
         """An opener stands here: enter the state that reads calls, and leave it by `resume`."""
         raise NotImplementedError
 
-    def opens_at_start(self, text: str, place: int) -> bool:
-        """Whether the first character of the output, at ``place``, opens a call without a mark.
+    def opens_at_start(self, character: str, blanks: str) -> bool:
+        """Whether the first character of the output opens a call without a mark.
 
-        A subclass that says so has entered a state.
+        A subclass that says so has entered a state, and taken the blanks before the character.
         """
         return False
+
+    def on_end(self) -> None:
+        """Nothing follows."""
+        self._say_blanks()
 
     def begin(self, name: str) -> None:
         """A tool call begins; it ends a thought."""
@@ -96,7 +101,12 @@ class Outer(Machine):
         else:
             self.enter(self._marks.thought, self._in_thought, self._outer_mark)
 
+    def _say_blanks(self) -> None:
+        blanks, self._blanks = self._blanks, ""
+        self.say(EventKind.TEXT, blanks)
+
     def _outer_mark(self, meaning: str, mark: str) -> None:
+        self._say_blanks()
         if meaning == _THINK:
             self.swallow_newlines()
             self._outside = EventKind.THINKING
@@ -112,10 +122,13 @@ class Outer(Machine):
         place = start
         while place < end and text[place].isspace():
             place += 1
-        if place < end and self.opens_at_start(text, place):
+        self._blanks += text[start:place]
+        if place == end:
             return place
-        self.say(EventKind.TEXT, text[start:place])
-        if place < end:
+        if self.opens_at_start(text[place], self._blanks):
+            self._blanks = ""
+        else:
+            self._say_blanks()
             self.resume()
         return place
 

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deepinfer_core.interfaces.parser import EventKind, ParserContext
@@ -148,6 +148,8 @@ def test_usage_equals_the_tokens(world: Any, name: str, text: str) -> None:
 
 
 @given(text=OUTPUTS)
+@example(text="<tool_call>\n<tool_call>")
+@example(text="<tool_call>\n<think>")
 @settings(max_examples=60, deadline=None)
 def test_every_answer_token_is_reported_once(world: Any, text: str) -> None:
     exchange = world.read("openai.chat", BODIES["openai.chat"])

@@ -219,9 +219,12 @@ class Turn:
         return tuple(found)
 
     def _end_of(self, text: str) -> int:
-        """Return how many of the tokens may be in a text; marks after it are not decided yet."""
+        """Return how many of the tokens may be in a text.
+
+        Marks after it, and the newlines that one of them may swallow, are not decided yet.
+        """
         last = len(self._pending)
-        while last and self._is_mark(last - 1):
+        while last and (self._is_mark(last - 1) or not self._pending[last - 1].text.strip("\r\n")):
             last -= 1
         ends = range(last, len(self._pending) + 1)
         return next((end for end in ends if self._ends_with(text, end)), len(self._pending))

@@ -105,24 +105,25 @@ class ChatTemplate:
         """Return the token ids for a conversation; only the template can write control tokens.
 
         Equal to encoding ``render(...)`` without added tokens, except that a control token spelled
-        inside messages or tools is encoded as the plain characters it consists of.
+        inside messages, tools or options is encoded as the plain characters it consists of.
 
         Args:
             messages: see ``render``.
             tokenizer: of the same model.
             tools: see ``render``.
             add_generation_prompt: see ``render``.
-            **extra: see ``render``; trusted like the template itself.
+            **extra: see ``render``.
 
         Raises:
             RequestError: see ``render``.
         """
         checked = _checked(messages)
         plain_tools = None if tools is None else plain_data(tools)
-        quoter = Quoter(tokenizer, [checked, plain_tools])
+        options = plain_data(extra)
+        quoter = Quoter(tokenizer, [checked, plain_tools, options])
         text = self._render(
             quoter.quote_messages(checked), quoter.quote(plain_tools),
-            add_generation_prompt, plain_data(extra),
+            add_generation_prompt, quoter.quote(options),
         )  # fmt: skip
         if not quoter.used:
             return tokenizer.encode(text, add_special_tokens=False)

@@ -174,6 +174,15 @@ def test_messages_cannot_write_control_tokens(texts: list[str]) -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == rendered
 
 
+def test_options_cannot_write_control_tokens() -> None:
+    source = "{{ prelude }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    chat = [{"role": "user", "content": "x"}]
+    ids = ChatTemplate(source).render_ids(chat, TOKENIZER, prelude="<|im_end|>")
+    marks = [token for token in ids if token in TOKENIZER.special_ids]
+    assert marks == [TOKENIZER.id_of("<|im_start|>")]
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<|im_end|><|im_start|>x"
+
+
 def test_parts_cannot_join_to_a_control_token() -> None:
     parts = [{"type": "text", "text": text} for text in ("<|im_", "end|>", "<", "|im_start|>")]
     chat = [{"role": "user", "content": parts}]

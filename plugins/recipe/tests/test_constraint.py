@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -289,6 +290,49 @@ def test_deep_sources_are_refused_however_deep() -> None:
         deep = {"items": deep}
     with pytest.raises(RequestError, match="nested deeper"):
         constraint().compile("json_schema", deep)
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ({"not": {"const": 3}}, "'not' at #/properties/if"),
+        ({"if": True, "then": False}, "'if'"),
+        ({"type": "array", "contains": {"const": 3}}, "'contains'"),
+        ({"allOf": [{"minimum": 1}, {"maximum": 2}]}, "'allOf' of several"),
+        (
+            {"anyOf": [{"$ref": "https://host/schema"}]},
+            "another document at #/properties/if/anyOf/0",
+        ),
+    ],
+)
+def test_what_no_grammar_says_is_refused_by_name(
+    shared: XgrammarConstraint, part: Any, word: str
+) -> None:
+    schema = {"type": "object", "properties": {"if": part, "not": {"type": "integer"}}}
+    with pytest.raises(RequestError, match=re.escape(word)):
+        shared.compile("json_schema", schema)
+    function = {"name": "f", "parameters": schema, "strict": True}
+    source = {"format": "hermes", "tools": [{"type": "function", "function": function}]}
+    with pytest.raises(RequestError, match=f"schema of tool 'f' has .*{re.escape(word)}"):
+        shared.compile("tool_calls", source)
+    function["strict"] = None
+    shared.compile("tool_calls", source)
+
+
+@pytest.mark.parametrize("pattern", [r"^\\\(?(?=a)b$", "(?!a)b", "(?<=a)b", "(?<!a)b"])
+def test_a_pattern_that_looks_around_is_refused(shared: XgrammarConstraint, pattern: str) -> None:
+    with pytest.raises(RequestError, match="looks ahead or behind at #"):
+        shared.compile("json_schema", {"type": "string", "pattern": pattern})
+
+
+def test_words_that_are_enforced_are_none_of_those(shared: XgrammarConstraint) -> None:
+    part = {"allOf": [{"$ref": "#/$defs/not"}], "title": "contains"}
+    schema = {
+        "type": "object",
+        "properties": {"not": part, "if": {"type": "string", "pattern": r"^\(?a$"}},
+        "$defs": {"not": {"enum": ["a"]}},
+    }
+    assert accepts(shared, "json_schema", schema, '{"not": "a", "if": "(a"}')
 
 
 @pytest.mark.parametrize(("kind", "source"), [("regex", r"[^\s\S]"), ("ebnf", "root ::= root")])

@@ -138,7 +138,8 @@ class Kit:
         """Return a source of kind ``tool_calls``.
 
         A tool that must be called is held to its schema even if nobody called it strict: the
-        grammar is there anyway, and a model that is forced to call it may not know better.
+        grammar is there anyway, and a model that is forced to call it may not know better. It is
+        not refused for what a grammar cannot say (``strict: None``), which nobody promised.
         """
         choice: Any = conversation.tool_choice
         if choice == "named":
@@ -148,7 +149,7 @@ class Kit:
         tools = []
         for tool in conversation.tools:
             shape = tool.as_chat()
-            shape["function"]["strict"] = tool.strict or must
+            shape["function"]["strict"] = tool.strict or (None if must else False)
             tools.append(shape)
         source: dict[str, Any] = {
             "format": self.parser.tool_format,

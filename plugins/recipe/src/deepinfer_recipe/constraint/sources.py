@@ -14,6 +14,7 @@ from attrs import frozen
 
 from deepinfer_core.errors import RequestError
 from deepinfer_recipe.constraint.config import XgrammarConfig
+from deepinfer_recipe.constraint.schema_words import check_schema
 from deepinfer_recipe.constraint.tool_tags import tool_tag
 
 ANY_OBJECT = {"type": "object"}
@@ -126,6 +127,7 @@ def _schema(source: Any, config: XgrammarConfig) -> Any:
         raise RequestError(f"a json_schema must be an object, not {type(source).__name__}")
     if isinstance(source, Mapping) and not source:
         return True  # an empty schema allows every value
+    check_schema(source, "the json_schema")
     return source
 
 

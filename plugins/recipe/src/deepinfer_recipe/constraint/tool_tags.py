@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepinfer_core.errors import RequestError
+from deepinfer_recipe.constraint.schema_words import check_schema
 
 XGRAMMAR_FORMATS = {
     "llama": "llama",
@@ -32,7 +33,8 @@ def tool_tag(source: Any, *, max_whitespace: int) -> dict[str, Any]:
             "parallel_tool_calls": bool}``; tools and choice are shaped as in Chat Completions
             (``"auto"``, ``"required"``, ``{"type": "function", "function": {"name": ...}}``).
             Arguments of every tool follow its schema; those of a tool that says ``strict: false``
-            are any object. Where there is an ``answer``, ``"auto"`` means ``"required"`` here:
+            are any object, and only those that say ``strict: true`` are refused for what no grammar
+            can express. Where there is an ``answer``, ``"auto"`` means ``"required"`` here:
             what else may be said is the caller's. ``marks`` are not looked at here.
         max_whitespace: longest run of whitespace in arguments.
 
@@ -170,7 +172,11 @@ def _is_named(function: Mapping[str, Any]) -> bool:
 
 def _schema(function: Mapping[str, Any]) -> Any:
     schema = function.get("parameters")
-    return {"type": "object"} if schema is None or function.get("strict") is False else schema
+    if schema is None or function.get("strict") is False:
+        return {"type": "object"}
+    if function.get("strict"):
+        check_schema(schema, f"the schema of tool {function['name']!r}"[:200])
+    return schema
 
 
 def _in_json(name: Any) -> str:

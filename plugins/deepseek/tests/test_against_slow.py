@@ -45,7 +45,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hc_eps": 1e-2,
         "rms_norm_eps": 1e-3,
     },
-    "odd sizes": {"sliding_window": 5, "index_topk": 7, "candidate_block_size": 3},
+    # Logits of gates go far beyond what an exponential can hold.
+    "odd sizes, cold gates": {
+        "sliding_window": 5,
+        "index_topk": 7,
+        "candidate_block_size": 3,
+        "gate_temp": 1e-3,
+    },
 }
 
 

@@ -161,6 +161,18 @@ def test_replay_and_truncation_together(make: Make, more: int) -> None:
     assert reported.logprob == pytest.approx(float(wanted), abs=1e-3)
 
 
+@pytest.mark.parametrize(("more", "cut"), [(5, 48), (13, 53)])
+def test_windows_begin_where_the_replay_and_the_cut_do(make: Make, more: int, cut: int) -> None:
+    """The decoder's with the rows that it keeps, but none below the replay; in every chunk."""
+    runner, hit = make(max_batch_tokens=7), 60
+    runner.run(tokens_of(hit), max_tokens=1)
+    batches = recorded(runner)
+    assert runner.run([*tokens_of(hit), *tokens_of(more, 1)]).cached_tokens == hit
+    for name, start in (("encoder.window", hit - ROWS), ("decoder.window", cut)):
+        at = group_index(runner, name)
+        assert {*(int(batch.groups[at].visible_from[0]) for batch in batches)} == {start}
+
+
 @pytest.mark.parametrize("hit", [0, 96])
 def test_decoding_sees_whole_windows_from_the_first_token_on(make: Make, hit: int) -> None:
     """After a truncated prompt, and after a replayed prefix."""

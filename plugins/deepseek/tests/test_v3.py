@@ -128,6 +128,16 @@ def test_fp8_computes_what_its_plain_twin_does(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_left_out_is_as_published() -> None:
+    """As transformers has it, where published configurations say nothing."""
+    left_out = ("n_group", "topk_group", "first_k_dense_replace", "max_position_embeddings")
+    said = {name: value for name, value in SIZES.items() if name not in left_out}
+    config = read_config({**said, "n_routed_experts": 16, "num_hidden_layers": 4})
+    assert (config.num_groups, config.chosen_groups, config.routed_scale) == (8, 4, 2.5)
+    assert (config.num_shared, config.dense_layers, config.renormalise) == (1, 3, True)
+    assert (config.norm_eps, config.interleaved, config.max_position) == (1e-6, True, 4096)
+
+
 def test_pages_hold_latents() -> None:
     spec = V3Family().describe({**SIZES}, page_size=16, kv_dtype="float32")
     assert [(g.num_kv_heads, g.key_dim, g.value_dim) for g in spec.groups] == [(1, 30, 24)]

@@ -35,7 +35,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all entries": {"index_topk": 64},
     "first layers compressed": {"compress_ratios": [16, 4, 4, 16, 0, 4]},
     "no hashes, one copy more": {"num_hash_layers": 0, "hc_mult": 5, "swiglu_limit": 1.0},
-    "odd window": {"sliding_window": 5, "num_hash_layers": 6},
+    "odd window, coarse mixing": {
+        "sliding_window": 5,
+        "num_hash_layers": 6,
+        "hc_eps": 1e-2,
+        "hc_sinkhorn_iters": 3,
+    },
 }
 
 Reference = Callable[[list[int]], Tensor]

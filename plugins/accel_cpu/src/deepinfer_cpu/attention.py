@@ -104,7 +104,7 @@ class NativeAttention:
 
     def allocate(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> KvStorage:
         """Memory for a group; content undefined."""
-        return KvStorage(group, num_pages, device)
+        return KvStorage(group, num_pages, device, self._native)
 
     def plan(self, batch: Batch, group_index: int, device: torch.device) -> GroupPlan:
         """Addressing for one group, used by all of its layers."""

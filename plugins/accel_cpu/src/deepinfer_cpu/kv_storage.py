@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepinfer_core.kv.layout import CacheGroupSpec
 from deepinfer_core.kv.storage import TensorStorage
+from deepinfer_cpu import library
 from deepinfer_cpu.memory import populate
 
 ALIGNED = 16
@@ -29,8 +32,15 @@ class KvStorage(TensorStorage):
     page_size, dim], takes 1.6 times as long.
     """
 
-    def __init__(self, group: CacheGroupSpec, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: CacheGroupSpec,
+        num_pages: int,
+        device: torch.device,
+        native: ctypes.CDLL | None = None,
+    ) -> None:
         super().__init__(group)
+        self._copy = (native or library.load()).di_copy
         dtype, layers = getattr(torch, group.dtype), len(group.storage_layers)
         heads, size = group.num_kv_heads, group.page_size
         width = -(-group.value_dim // ALIGNED) * ALIGNED
@@ -69,6 +79,22 @@ class KvStorage(TensorStorage):
     def stacks(self) -> list[Tensor]:
         """Keys, values, and their scales."""
         return [self._keys, self._values, *self._scales]
+
+    def import_page(self, page: int, data: bytes | memoryview) -> None:
+        """Inverse of ``export_page``; see ``TensorStorage``."""
+        parts = self.parts(page)
+        whole = all(part[0].is_contiguous() for part in parts)
+        if len(data) != self.group.bytes_per_page or not whole:
+            super().import_page(page, data)
+            return
+        layers = len(self.group.storage_layers)
+        source = np.frombuffer(data, np.uint8)
+        begin, stride = source.ctypes.data, len(data) // layers
+        for part in parts:
+            size = part.element_size()
+            num_bytes = part[0].numel() * size
+            self._copy(part.data_ptr(), part.stride(0) * size, begin, stride, layers, num_bytes)
+            begin += num_bytes
 
     def parts(self, page: int) -> list[Tensor]:
         """Keys [layers, heads, dim, page_size], values [..., page_size, dim], then their scales."""

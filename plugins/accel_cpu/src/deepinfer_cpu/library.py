@@ -19,6 +19,7 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "di_num_threads": (_N, ()),
     "di_packed_bytes": (_I, (_P,)),
     "di_pack": (None, (_P, _P)),
+    "di_copy": (None, (_P, _I, _P, _I, _I, _I)),
     "di_linear": (None, (_P, _P, _I, _I, _P, _I)),
     "di_embedding": (None, (_P, _P, _I, _P)),
     "di_rms_norm": (None, (_P, _I, _P, _F, _I, _I, _P)),

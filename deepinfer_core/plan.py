@@ -28,6 +28,8 @@ class ModelFacts:
         architecture: as in config.json ("LlamaForCausalLM").
         checkpoint: name of the checkpoint component that recognises its files.
         head_dims: the attention head sizes that occur.
+        num_query_heads: query heads of a layer, 0 where unknown.
+        head_dim: numbers per query head, 0 where unknown.
         groups: its cache groups.
         max_position: longest sequence it was made for, in tokens.
         dtype: dtype of its weights ("bfloat16"), "" where unknown.
@@ -38,6 +40,8 @@ class ModelFacts:
     architecture: str
     checkpoint: str = ""
     head_dims: tuple[int, ...] = ()
+    num_query_heads: int = 0
+    head_dim: int = 0
     groups: tuple[Any, ...] = ()
     max_position: int = 0
     dtype: str = ""

@@ -89,9 +89,12 @@ def plan_ops(plan: Plan, dtype: str, device_type: str, *, invariant: bool) -> tu
     context = KernelsContext(device_type=device_type)
     sets = [(part.name, part.build(context).providers()) for part in plan.parts_of(Slot.KERNELS)]
     attention = plan.part(Slot.ATTENTION)
+    model = plan.model
+    sizes = {} if model is None else {"heads": model.num_query_heads, "head_dim": model.head_dim}
     facts = OpFacts(
         device_type=device_type,
         dtype=dtype,
+        shapes={name: size for name, size in sizes.items() if size},
         batch_invariant=invariant,
         attention="" if attention is None else attention.name,
     )

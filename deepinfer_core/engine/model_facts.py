@@ -88,6 +88,8 @@ def find(
         architecture=architecture,
         checkpoint=format_name,
         head_dims=tuple(sorted({group.key_dim for group in spec.groups})),
+        num_query_heads=spec.num_query_heads,
+        head_dim=spec.head_dim,
         groups=spec.groups,
         max_position=spec.max_position,
         dtype=_weight_dtype(checkpoint.config),

@@ -40,7 +40,7 @@ class OpFacts:
         device_type: torch device type ("cpu", "cuda", "npu").
         dtype: computation dtype of the model.
         weight_format: "dense" or the name of a packed format ("q4_1", "fp8_32x32", ...).
-        shapes: op dependent sizes, e.g. ``{"in": 576, "out": 1536}``; empty where unknown.
+        shapes: sizes by name, of the model "heads" and "head_dim"; empty where unknown.
         batch_invariant: whether results must not depend on the other rows.
         attention: name of the attention component, "" where unknown.
     """
@@ -339,6 +339,55 @@ class DraftBlock(Protocol):
         Returns:
             Token ids [n, wanted], the first of several that are equally likely, and logits of
             confidence [n, wanted], undefined without a confidence head.
+        """
+        ...
+
+
+class LatentVectors(Protocol):
+    """Vectors that rows may see, each of which is key and value at once."""
+
+    @property
+    def vectors(self) -> torch.Tensor:
+        """[num_slots, dim]; what no row sees may be anything."""
+        ...
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[n, m], int64; anything where hidden."""
+        ...
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[n, m], bool."""
+        ...
+
+
+class LatentAttention(Protocol):
+    """Optional op "latent_attention": rows attend to vectors that were chosen for each of them.
+
+    ``attend`` of ``deepinfer_deepseek.attention`` is its reference. It serves only models whose
+    attention component keeps such vectors (``OpFacts.attention``).
+    """
+
+    def serves(self, num_heads: int, dim: int) -> bool:
+        """Whether to ask it; otherwise a model computes the reference."""
+        ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        seen: Sequence[LatentVectors],
+        *,
+        scale: float,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """[n, num_heads, dim]; zero where a row sees nothing.
+
+        Args:
+            q: [n, num_heads, dim].
+            seen: what rows see, in several memories.
+            scale: factor on scores.
+            sinks: [num_heads], float32, a logit in the softmax's denominator, not scaled.
         """
         ...
 

@@ -24,9 +24,9 @@ OP_NAMES = (
 )
 """Ops of the core, the keys of ``reference.OPS``; known here without importing torch."""
 
-OPTIONAL_OPS = ("decoder_layers", "draft_block")
-"""Ops that are used where somebody serves them; see ``DecoderLayers`` and ``DraftBlock`` of
-``interfaces.kernels``."""
+OPTIONAL_OPS = ("decoder_layers", "draft_block", "latent_attention")
+"""Ops that are used where somebody serves them; see ``DecoderLayers``, ``DraftBlock`` and
+``LatentAttention`` of ``interfaces.kernels``."""
 
 
 @frozen(kw_only=True)

@@ -6,6 +6,7 @@ In bfloat16 every token chosen is the oracle's best, or within ``MARGIN`` of its
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 
 from deepinfer_ascend import graphs, layers
-from deepinfer_ascend.testing.engines import PROMPTS, answers, requests
+from deepinfer_ascend.sparse import DIM, HEADS
+from deepinfer_ascend.testing.engines import (
+    PROMPTS,
+    answers,
+    latent_options,
+    requests,
+    write_latent_model,
+)
 from deepinfer_core import Slot
 from deepinfer_core.checkpoint.safetensors import SafetensorsCheckpoint
 from deepinfer_core.config import EngineConfig, EngineOptions
@@ -113,18 +121,45 @@ def test_default_composition_refuses_small_pages(make_engine: Any, tiny_model: P
         make_engine(tiny_model, page_size=64)
 
 
-def test_a_deepseek_model_answers_as_with_core(tmp_path: Path) -> None:
-    """V4.1: its own attention in plain torch, everything else through the backend."""
-    deepseek = pytest.importorskip("deepinfer_deepseek")
+@pytest.fixture(params=[{}, {"num_attention_heads": HEADS, "head_dim": DIM}], ids=["own", "flash"])
+def deepseek(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """V4.1 with small heads, and with those of flash_mla; what serves its sparse attention."""
     tiny = pytest.importorskip("deepinfer_deepseek.testing.tiny")
-    options = pytest.importorskip("deepinfer_deepseek.options").V41Options(decoder_keep=20)
-    path = tiny.write_tiny(tmp_path / "v41")
-    expected = core_answers(path, [deepseek], options)
-    found = answers(
-        path, 8, attention="latent", plugins=[deepseek], model_component=options, page_size=8,
-        kv_pages=160, max_drafts=5,
-    )  # fmt: skip
-    assert found == expected
+    path: Path = tiny.write_tiny(tmp_path / "v41", **request.param)
+    return path, "flash_mla_sparse_fwd" if request.param else "torch"
+
+
+@pytest.mark.parametrize("quant", [False, True])
+def test_a_deepseek_model_answers_as_with_core(
+    tmp_path: Path, make_engine: Any, deepseek: tuple[Path, str], quant: bool
+) -> None:
+    """In float32; with rounded caches (``quant``) the numbers that flash_mla's records hold."""
+    path, provider = deepseek
+    if quant:
+        checkpoints = pytest.importorskip("deepinfer_deepseek.testing.checkpoints")
+        heads = json.loads((path / "config.json").read_text())
+        sizes = {name: heads[name] for name in ("num_attention_heads", "head_dim")}
+        sizes["head_dim"] = max(sizes["head_dim"], 32)
+        path = checkpoints.write_checkpoint(tmp_path / "packed", checkpoints.packed_config(**sizes))
+    options = latent_options(quant=quant)
+    expected = core_answers(path, options["plugins"], options["model_component"])
+    engine = make_engine(path, **options)
+    assert f"latent_attention={provider}" in engine.plan.details["ops"]
+    assert run_to_end(engine, requests(8)) == expected
+
+
+def test_a_deepseek_model_in_bfloat16_stays_within_its_margin(tmp_path: Path) -> None:
+    """One that leaves nothing out by a choice, which rounding could turn."""
+    tiny = pytest.importorskip("deepinfer_deepseek.testing.tiny")
+    every = {"index_topk": 192, "candidate_topk_blocks": 128, "n_routed_experts": 2}
+    path = write_latent_model(tmp_path / "every", **every)
+    found = answers(path, 4, dtype="bfloat16", **latent_options(decoder="off"))
+    model = tiny.harness(path, dtype="float64")
+    for prompt, tokens in zip(PROMPTS, found.values(), strict=True):
+        logits = model.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        lost = (logits.amax(-1) - chosen) / logits.abs().amax(-1)
+        assert float(lost.max()) < MARGIN
 
 
 def core_answers(path: Path, plugins: list[Any], options: Any) -> dict[str, list[int]]:

@@ -8,15 +8,27 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deepinfer_ascend.testing.engines import answers, recorded_calls
+from deepinfer_ascend.testing.engines import (
+    answers,
+    has_latent,
+    latent_options,
+    recorded_calls,
+    write_latent_model,
+)
 from deepinfer_ascend.testing.mistakes import MISTAKES, NOTICED, caught
 from deepinfer_ascend.testing.recording import differences
 from deepinfer_ascend.testing.schemas import SCHEMAS, TORCH_NPU
-from deepinfer_ascend.testing.standins import UnavailableError, make_environment
+from deepinfer_ascend.testing.standins import (
+    FLASH_MLA,
+    UnavailableError,
+    add_flash_mla,
+    make_environment,
+)
 from deepinfer_core.testing.tiny import write_tiny_model
 
 COMMUNICATION = {"npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"}
@@ -31,6 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_op_is_recorded(recorded: Any) -> None:
     ops = {call["op"] for call in recorded}
     named = {schema.partition("(")[0] for schema in SCHEMAS}
+    assert ops - named == ({"sparse_prefill_fwd"} if has_latent() else set())
     assert named - ops == COMMUNICATION | {"npu_clipped_swiglu", "npu_gelu_mul"}
 
 
@@ -60,12 +73,24 @@ def report(
     work = tmp_path_factory.mktemp("report")
     calls, model = work / "calls.json", write_tiny_model(work / "model")
     calls.write_text(json.dumps(recorded))
+    arguments, latent = [calls, model], work / "latent"
+    if has_latent() and not _missing_flash_mla(folder):
+        arguments.append(write_latent_model(latent))
     done = subprocess.run(
-        [environment.python, "-m", "deepinfer_ascend.testing.with_torch_npu", calls, model],
+        [environment.python, "-m", "deepinfer_ascend.testing.with_torch_npu", *arguments],
         env={**os.environ, **environment.variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "model": model}
+    return {**json.loads(done.stdout.splitlines()[-1]), "model": model, "latent_model": latent}
+
+
+def _missing_flash_mla(folder: Path) -> str:
+    """Why flash_mla's Python half cannot be used, "" if it can."""
+    try:
+        add_flash_mla(folder / TORCH_NPU)
+    except UnavailableError as error:
+        return str(error)
+    return ""
 
 
 def test_signatures_are_those_of_the_version_named(report: Any) -> None:
@@ -78,7 +103,8 @@ def test_every_call_passes_the_real_shape_functions(report: Any, recorded: Any) 
         f"{found['op']}: {found['problem']}" for found in report["calls"] if found["problem"]
     ]
     assert problems == []
-    assert len(report["calls"]) == len(recorded) > 30
+    ours = [call for call in recorded if call["library"] == "npu"]
+    assert len(report["calls"]) == len(ours) > 30
 
 
 def test_mistakes_that_torch_npu_misses_are_caught(report: Any) -> None:
@@ -90,6 +116,14 @@ def test_mistakes_that_torch_npu_misses_are_caught(report: Any) -> None:
 
 def test_an_engine_answers_the_same_under_the_real_signatures(report: Any) -> None:
     assert report["tokens"] == answers(report["model"])
+
+
+def test_sparse_attention_goes_through_the_real_flash_mla(report: Any) -> None:
+    """Its Python half takes the calls; the half that is compiled is the emulation."""
+    if report["latent"] is None:
+        pytest.skip("flash_mla's source or deepinfer-deepseek cannot be installed here")
+    assert report["latent"]["version"] == FLASH_MLA
+    assert report["latent"]["tokens"] == answers(report["latent_model"], **latent_options())
 
 
 def test_rows_can_be_sent_to_experts_elsewhere(report: Any) -> None:

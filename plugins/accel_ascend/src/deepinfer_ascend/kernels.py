@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_ascend import AscendKernelsConfig
+from deepinfer_ascend import AscendKernelsConfig, sparse
 from deepinfer_ascend.calls import GELU_COLUMNS, Calls
 from deepinfer_ascend.experts import GroupedExperts, MxExperts
 from deepinfer_ascend.graphs import GraphedLayers
@@ -24,6 +25,9 @@ from deepinfer_core.ops.reference import OPS
 
 BEST = Priority.SPECIALIZED + 1
 FALLBACK = Priority.SPECIALIZED
+
+LATENT = "latent"
+"""Name of the attention component that keeps DeepSeek's vectors."""
 
 
 class MatrixLinear:
@@ -153,6 +157,7 @@ class AscendKernels:
         device_type: where tensors live.
         capture: captures graphs; None = torch_npu does.
         wide: also serve float32 where the documentation has 16 bits only; for comparing wiring.
+        flash_mla: stands in for the library; None = the one that is installed.
     """
 
     def __init__(
@@ -163,8 +168,10 @@ class AscendKernels:
         device_type: str = "npu",
         capture: Capture | None = None,
         wide: bool = False,
+        flash_mla: Any = None,
     ) -> None:
         self._config, self._calls, self._device_type = config, calls, device_type
+        self._flash_mla = flash_mla
         self._capture = capture or NpuCapture()
         self._narrow = ("bfloat16", "float32") if wide else ("bfloat16",)
 
@@ -191,6 +198,7 @@ class AscendKernels:
             ),
             self._provider("draw", "host", lambda _: HostDraw(), floats, FALLBACK),
         ]
+        made += self._latent()
         if self._config.mx != "off":
             made += self._rounded()
         if self._config.graphs:
@@ -227,6 +235,44 @@ class AscendKernels:
                 self._narrow,
                 BEST + 1,
             ),
+        ]
+
+    def _latent(self) -> list[OpProvider]:
+        """Attention of DeepSeek's models; offered to them only."""
+
+        def own(facts: OpFacts) -> str | None:
+            if facts.attention != LATENT:
+                return f"needs attention {LATENT!r}, not {facts.attention!r}"
+            floats = ("bfloat16", "float16", "float32")
+            return objection(facts, device_type=self._device_type, dtypes=floats)
+
+        def fused(facts: OpFacts) -> str | None:
+            narrow = objection(facts, device_type=self._device_type, dtypes=self._narrow)
+            shapes = (facts.shapes.get("heads"), facts.shapes.get("head_dim"))
+            if reason := own(facts) or narrow:
+                return reason
+            if None not in shapes and shapes != (sparse.HEADS, sparse.DIM):
+                return f"{sparse.HEADS} heads of {sparse.DIM} only, not {shapes[0]} of {shapes[1]}"
+            return sparse.why_not() if self._flash_mla is None else None
+
+        def build(_: OpFacts) -> sparse.LatentRows:
+            library = self._flash_mla or importlib.import_module("flash_mla")
+            return sparse.LatentRows(library, [getattr(torch, name) for name in self._narrow])
+
+        offers: list[tuple[str, Any, Any, int]] = [
+            ("flash_mla_sparse_fwd", build, fused, BEST),
+            ("torch", lambda _: sparse.OwnLatentAttention(), own, FALLBACK),
+        ]
+        return [
+            OpProvider(
+                op="latent_attention",
+                name=name,
+                build=make,
+                why_not=why_not,
+                priority=priority,
+                verified=Verified.WIRED,
+            )
+            for name, make, why_not, priority in offers
         ]
 
     def _graphed(self) -> OpProvider:

@@ -1,21 +1,27 @@
-"""Sparse attention of DeepSeek-V4.1 through flash_mla's Ascend build.
+"""Sparse attention of DeepSeek's models through flash_mla's Ascend build.
 
-A contract only: models call their own attention so far. What is here is the layout of its cache,
-the call, and every condition that its documentation states; flash_mla itself checks few of them,
-and reads out of bounds for an index that is neither valid nor -1.
+``LatentRows`` is op "latent_attention": vectors of the cache, in bfloat16, go to
+flash_mla_sparse_fwd. ``attend`` is the call for caches in records of 528 and 288 bytes, which no
+model keeps so far: a contract only. Both stand behind the conditions that flash_mla's source and
+documentation state; it checks only some of them itself.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch.nn import functional
 
 from deepinfer_ascend.errors import require
+from deepinfer_core.interfaces.kernels import LatentVectors
 
 DIM = 512
 """Numbers of a vector, which is key and value at once."""
@@ -28,6 +34,12 @@ EXTRA_BYTES = 288
 
 HEADS = 64
 """The only number of query heads that the Ascend build has."""
+
+BLOCK = 64
+"""Vectors that the kernel takes at a time; lists of them are filled up to a multiple."""
+
+VERSION = "1"
+"""Of flash_mla; what its calls were written for."""
 
 _LARGEST = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,13 +59,123 @@ class SparseCache:
 
 
 def why_not() -> str | None:
-    """Why flash_mla cannot be used here, or None."""
-    if importlib.util.find_spec("flash_mla") is None:
+    """Why flash_mla cannot be used here, or None; does not import it."""
+    found = importlib.util.find_spec("flash_mla")
+    if found is None:
         return (
-            "flash_mla is not installed; its Ascend build comes from source and assumes an aarch64 "
-            "host"
+            "flash_mla is not installed; its Ascend build comes from source (deepinfer-flashmla) "
+            "and assumes an aarch64 host"
+        )
+    version = metadata.version("deepinfer-flashmla")
+    if version.partition(".")[0] != VERSION:
+        return f"flash_mla {version} is installed; calls were written for {VERSION}.x"
+    folders = found.submodule_search_locations or ()
+    if not any(list(Path(folder).glob("npu*.so")) for folder in folders):
+        return (
+            "flash_mla is installed without its Ascend build; set "
+            "FLASH_MLA_BUILD_TARGET_PLATFORM=ASCEND when it is built"
         )
     return None
+
+
+class LatentRows:
+    """``LatentAttention``: what rows see is gathered into one memory, as the library wants it.
+
+    Args:
+        library: module ``flash_mla``.
+        dtypes: of queries and vectors.
+    """
+
+    def __init__(self, library: Any, dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> None:
+        self._library, self._dtypes = library, tuple(dtypes)
+
+    def serves(self, num_heads: int, dim: int) -> bool:
+        """Whether the Ascend build has such heads."""
+        return (num_heads, dim) == (HEADS, DIM)
+
+    def run(
+        self, q: Tensor, seen: Sequence[LatentVectors], *, scale: float, sinks: Tensor
+    ) -> Tensor:
+        """See ``deepinfer_core.interfaces.kernels.LatentAttention``."""
+        vectors, indices = joined(seen)
+        if not vectors.shape[0]:
+            return torch.zeros_like(q)
+        return attend_vectors(
+            self._library, q, vectors, indices, scale=scale, sinks=sinks, dtypes=self._dtypes
+        )
+
+
+def joined(seen: Sequence[LatentVectors]) -> tuple[Tensor, Tensor]:
+    """Vectors that any row sees, each once, and where those of each row are.
+
+    Returns:
+        [count, dim], and [n, m] int32 with -1 for nothing, m a multiple of ``BLOCK``.
+    """
+    vectors, columns, count = [], [], 0
+    for part in seen:
+        visible = ~part.hidden
+        slots, places = torch.unique(part.slots[visible], return_inverse=True)
+        indices = torch.full_like(part.slots, -1, dtype=torch.int32)
+        indices[visible] = (places + count).int()
+        vectors.append(part.vectors.index_select(0, slots))
+        columns.append(indices)
+        count += slots.shape[0]
+    listed = torch.cat(columns, 1)
+    beyond = -listed.shape[1] % BLOCK
+    return torch.cat(vectors), functional.pad(listed, (0, beyond), value=-1)
+
+
+def attend_vectors(
+    library: Any,
+    q: Tensor,
+    vectors: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    sinks: Tensor,
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+) -> Tensor:
+    """Attention of each row to the vectors that its indices name; zero where they name none.
+
+    Args:
+        library: module ``flash_mla``.
+        q: [n, 64, 512], bfloat16.
+        vectors: [count, 512], bfloat16.
+        indices: [n, m], int32; -1 = nothing.
+        scale: factor on scores.
+        sinks: [64], float32: a logit in the denominator of each head.
+        dtypes: of queries and vectors.
+    """
+    op = "flash_mla_sparse_fwd"
+    fits = q.dim() == 3 and q.shape[1:] == (HEADS, DIM) and q.dtype in dtypes
+    require(fits, op, f"q is {q.dtype} {list(q.shape)}; bfloat16 [rows, {HEADS}, {DIM}]")
+    fits = vectors.dim() == 2 and vectors.shape[1] == DIM and vectors.dtype == q.dtype
+    what = f"kv is {vectors.dtype} {list(vectors.shape)}, not of the queries' dtype"
+    require(fits, op, f"{what}; engine.kv_dtype must be 'auto'")
+    fits = indices.dim() == 2 and indices.shape[0] == q.shape[0] and indices.dtype == torch.int32
+    require(fits, op, f"indices are {indices.dtype} {list(indices.shape)}; int32, a row a query")
+    require(indices.shape[1] % BLOCK == 0, op, f"{indices.shape[1]} indices a row, not of {BLOCK}")
+    fits = sinks.shape == (HEADS,) and sinks.dtype == torch.float32
+    require(fits, op, f"attn_sink is {sinks.dtype} {list(sinks.shape)}")
+    out: Tensor = library.flash_mla_sparse_fwd(
+        q.contiguous(), vectors.unsqueeze(1).contiguous(), indices.unsqueeze(1).contiguous(),
+        scale, d_v=DIM, attn_sink=sinks.contiguous(),
+    )[0]  # fmt: skip
+    return out
+
+
+class OwnLatentAttention:
+    """``LatentAttention`` that leaves the work to the model, in plain torch on the device."""
+
+    def serves(self, num_heads: int, dim: int) -> bool:
+        """Never."""
+        return False
+
+    def run(
+        self, q: Tensor, seen: Sequence[LatentVectors], *, scale: float, sinks: Tensor
+    ) -> Tensor:
+        """Not asked."""
+        raise NotImplementedError
 
 
 def pack_main(x: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from deepinfer_core.interfaces.kernels import LatentAttention
+from deepinfer_deepseek.attention import Seen, attend
 from deepinfer_deepseek.experts import Experts
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.hyper import Mixer, collapse
@@ -48,8 +50,11 @@ class Projections:
         groups = load.tensor(f"{base}wo_a.weight").chunk(config.o_groups)
         self._o_groups = [Projection(load.ops.linear, group.contiguous()) for group in groups]
         self._o_up = load.projection(f"{base}wo_b")
-        self.sinks = load.wide(f"{base}attn_sink")
-        self.scale = config.head_dim**-0.5
+        self._sinks = load.wide(f"{base}attn_sink")
+        self._scale = config.head_dim**-0.5
+        self._latent: LatentAttention | None = load.ops.optional("latent_attention")
+        if self._latent is not None and not self._latent.serves(self._heads, self._dim):
+            self._latent = None
 
     def angles(self, positions: Tensor) -> Angles:
         """[n] int64 -> cosines and sines."""
@@ -66,6 +71,16 @@ class Projections:
     def keys(self, x: Tensor, angles: Angles) -> Tensor:
         """[n, hidden] -> [n, dim], which are values as well."""
         return self._formats.window(self._rotation.turn(self._kv_norm(self._kv(x)), angles))
+
+    def attended(self, q: Tensor, seen: Sequence[Seen], every: Seen | None = None) -> Tensor:
+        """What queries [n, heads, dim] gather from the vectors they see; the same shape.
+
+        By op "latent_attention" where one is bound that takes these heads; see ``attend``.
+        """
+        if self._latent is None:
+            return attend(q, seen, scale=self._scale, sinks=self._sinks, every=every)
+        parts = seen if every is None else [*seen, every]
+        return self._latent.run(q, parts, scale=self._scale, sinks=self._sinks)
 
     def output(self, mixed: Tensor, angles: Angles) -> Tensor:
         """[n, heads, dim] -> [n, hidden].

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.interfaces.drafter import DraftContext
-from deepinfer_deepseek.attention import Seen, attend
+from deepinfer_deepseek.attention import Seen
 from deepinfer_deepseek.blocks import Projections, ShiftedBlock
 from deepinfer_deepseek.config import DraftConfig, V41Config
 from deepinfer_deepseek.formats import CacheFormats
@@ -140,7 +140,7 @@ class V41BlockDrafter:
                 keys = torch.cat([context.rows(layer, first)[0].squeeze(1), keys])
             every = torch.arange(len(keys), device=x.device).expand(size, -1)
             seen = Seen(vectors=keys, slots=every, hidden=torch.zeros_like(every, dtype=torch.bool))
-            mixed.append(attend(q[rows], [seen], scale=project.scale, sinks=project.sinks))
+            mixed.append(project.attended(q[rows], [seen]))
         return project.output(torch.cat(mixed), angles)
 
     def likeliest(self, *block: object) -> None:

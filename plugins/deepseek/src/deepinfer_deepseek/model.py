@@ -23,7 +23,6 @@ from deepinfer_core.interfaces.model import (
     ModelSpec,
     StepContext,
 )
-from deepinfer_deepseek.attention import attend
 from deepinfer_deepseek.blocks import Projections, ShiftedBlock
 from deepinfer_deepseek.compressor import Compressor
 from deepinfer_deepseek.config import ARCHITECTURE, V41Config, read_config
@@ -124,8 +123,7 @@ class _Attention:
         if self._ratio:
             name, chosen = entries_of(self._ratio), rows.lists[self._list_of]
             seen.append(chosen_entries(rows, name, self._layer, chosen))
-        mixed = attend(q, seen, scale=project.scale, sinks=project.sinks)
-        return project.output(mixed, angles)
+        return project.output(project.attended(q, seen), angles)
 
 
 class _Layer:

@@ -22,6 +22,7 @@ from deepinfer_ascend.calls import Calls
 from deepinfer_ascend.kernels import AscendKernels
 from deepinfer_ascend.limits import attention_objection
 from deepinfer_ascend.soc import ASCEND_950
+from deepinfer_ascend.testing import flash_mla
 from deepinfer_ascend.testing.emulation import install
 from deepinfer_ascend.torch_attention import TorchAttention
 from deepinfer_core import Component, Feature, Priority, Verified, hookimpl
@@ -153,7 +154,14 @@ def build_accelerator(config: AscendConfig, context: AcceleratorContext) -> Asce
 def build_kernels(config: AscendKernelsConfig, context: KernelsContext) -> AscendKernels:
     """Make the kernel set."""
     install()
-    return AscendKernels(config, Calls(WIDE), device_type="cpu", capture=capture, wide=True)
+    return AscendKernels(
+        config,
+        Calls(WIDE),
+        device_type="cpu",
+        capture=capture,
+        wide=True,
+        flash_mla=flash_mla.library(),
+    )
 
 
 def build_attention(config: Any, context: AttentionContext) -> FusedAttention:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deepinfer_ascend import AscendKernelsConfig
+from deepinfer_ascend.sparse import DIM, HEADS
 from deepinfer_ascend.testing.emulated import EmulatedPlugin
 from deepinfer_ascend.testing.recording import Call, recording
 from deepinfer_core.config import EngineConfig, EngineOptions
@@ -80,6 +83,33 @@ def answers(model: Path | str, max_tokens: int = 8, **options: Any) -> dict[str,
         engine.close()
 
 
+def has_latent() -> bool:
+    """Whether DeepSeek's models are installed, which come with another plugin."""
+    return importlib.util.find_spec("deepinfer_deepseek") is not None
+
+
+def write_latent_model(folder: Path, **changes: Any) -> Path:
+    """A tiny DeepSeek-V4.1 whose heads are those of flash_mla's Ascend build."""
+    tiny = importlib.import_module("deepinfer_deepseek.testing.tiny")
+    sizes = {"num_attention_heads": HEADS, "head_dim": DIM, **changes}
+    written: Path = tiny.write_tiny(folder, **sizes)
+    return written
+
+
+def latent_options(**options: Any) -> dict[str, Any]:
+    """Options of ``make_engine`` for such a model."""
+    return {
+        "attention": "latent",
+        "plugins": [importlib.import_module("deepinfer_deepseek")],
+        "model_component": importlib.import_module("deepinfer_deepseek.options").V41Options(
+            decoder_keep=20, **options
+        ),
+        "page_size": 8,
+        "kv_pages": 160,
+        "max_drafts": 5,
+    }
+
+
 SETUPS: tuple[dict[str, Any], ...] = (
     {},
     {"kernels": {"graphs": True}},
@@ -93,7 +123,7 @@ def recorded_calls(folder: Path) -> list[Call]:
     """The calls of engines in bfloat16, one of each op and shape.
 
     Dense models and experts, eager and in graphs, whole and rounded, flat heads and small ones,
-    with and without a window.
+    with and without a window, and DeepSeek-V4.1 where it is installed.
     """
     shape: dict[str, Any] = {
         "hidden_size": 64, "intermediate_size": 64, "head_dim": 128, "num_hidden_layers": 1,
@@ -120,4 +150,7 @@ def recorded_calls(folder: Path) -> list[Call]:
                 answers(models[name], 3, dtype="bfloat16", **setup)
         for name in ("small", "window"):
             answers(models[name], 3, dtype="bfloat16")
+        if has_latent():
+            latent = write_latent_model(folder / "latent")
+            answers(latent, 3, dtype="bfloat16", **latent_options())
     return list(calls.values())

@@ -7,6 +7,7 @@ Nothing can run there: it serves signatures and shape functions, and CPU tensors
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,9 @@ _ANSWERS = {
 """Entry points that must succeed for an import."""
 
 _MAIN = "libascendcl"
+
+FLASH_MLA = "1.0.0"
+"""Version of flash_mla that ``sparse`` was written for."""
 
 
 class UnavailableError(Exception):
@@ -82,8 +86,28 @@ def make_environment(folder: Path) -> Environment:
     return Environment(python=python, variables={"LD_LIBRARY_PATH": str(libraries), AUTOLOAD: "0"})
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def add_flash_mla(folder: Path) -> None:
+    """Install the Python half of flash_mla, whose kernels only CANN or nvcc can build.
+
+    Args:
+        folder: as given to ``make_environment``, which made it.
+
+    Raises:
+        UnavailableError: no network, or no setuptools here.
+    """
+    packages = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    if (packages / "flash_mla").exists():
+        return
+    _run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation",
+         "--target", str(packages), f"deepinfer-flashmla=={FLASH_MLA}"],
+        FLASH_MLA_SKIP_CUDA_BUILD="1",
+    )  # fmt: skip
+
+
+def _run(command: list[str], **variables: str) -> str:
+    environ = {**os.environ, **variables}  # noqa: TID251 - of another program
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
         raise UnavailableError(f"{Path(command[0]).name} failed: {lines[-1]}")

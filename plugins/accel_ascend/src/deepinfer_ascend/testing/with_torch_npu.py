@@ -1,6 +1,7 @@
 """What the real torch_npu says of this backend, without a device; run where ``standins`` made it.
 
-``python -m deepinfer_ascend.testing.with_torch_npu CALLS MODEL`` prints one JSON object.
+``python -m deepinfer_ascend.testing.with_torch_npu CALLS MODEL [LATENT]`` prints one JSON object;
+LATENT is a model of ``engines.write_latent_model``, for an environment that has flash_mla, too.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def meta_results(calls: Iterable[Call]) -> list[dict[str, Any]]:
     """Each call on tensors without numbers, beside the emulation: op, and what differs."""
     found = []
     for call in calls:
+        if call["library"] != "npu":  # flash_mla has no shape functions
+            continue
         try:
             ours, theirs = (_used(call, replay(call, device)) for device in ("cpu", "meta"))
         except Exception as error:
@@ -108,7 +111,16 @@ def tokens_of(model: str) -> dict[str, list[int]]:
     return answers(model)
 
 
-def main(calls: str, model: str) -> int:
+def latent_tokens(model: str) -> dict[str, Any]:
+    """What an engine answers whose sparse attention goes through flash_mla's own Python half."""
+    from deepinfer_ascend.testing.engines import answers, latent_options
+    from deepinfer_ascend.testing.flash_mla import put_under_the_real_one
+
+    version = put_under_the_real_one()
+    return {"version": version, "tokens": answers(model, **latent_options())}
+
+
+def main(calls: str, model: str, latent: str = "") -> int:
     """Print everything."""
     version = pretend_950()
     from deepinfer_ascend.testing.emulation import install
@@ -125,6 +137,7 @@ def main(calls: str, model: str) -> int:
         "caught": caught(),
         "noticed": noticed_by_torch_npu(),
         "tokens": tokens_of(model),
+        "latent": latent_tokens(latent) if latent else None,
     }
     sys.stdout.write("\n" + json.dumps(report) + "\n")
     return 0

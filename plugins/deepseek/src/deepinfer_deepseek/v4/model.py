@@ -21,7 +21,7 @@ from deepinfer_core.interfaces.model import (
     ModelSpec,
     StepContext,
 )
-from deepinfer_deepseek.attention import Seen, attend
+from deepinfer_deepseek.attention import Seen
 from deepinfer_deepseek.blocks import PlainBlock, Projections
 from deepinfer_deepseek.formats import CacheFormats
 from deepinfer_deepseek.groups import entries_of
@@ -95,8 +95,7 @@ class _Attention:
                 seen.append(chosen_entries(rows, name, self._layer, chosen))
             else:
                 every = all_entries(rows, name, self._layer)
-        mixed = attend(q, seen, scale=project.scale, sinks=project.sinks, every=every)
-        return project.output(mixed, angles)
+        return project.output(project.attended(q, seen, every), angles)
 
 
 class V4:

@@ -70,6 +70,32 @@ def test_bfloat16_stays_within_its_margin(model: Path, kernels: dict[str, Any]) 
         assert float(lost.max()) < MARGIN
 
 
+@pytest.mark.parametrize(
+    ("kernels", "name", "margin"),
+    [
+        ({"int8": True}, "tiny_flat", 0.02),
+        ({"int8": True}, "tiny_moe", 0.02),
+        ({"mx": "mxfp8"}, "tiny_flat", 0.04),
+    ],
+    ids=str,
+)
+def test_formats_that_are_asked_for_stay_near(
+    request: pytest.FixtureRequest, name: str, kernels: dict[str, Any], margin: float
+) -> None:
+    """What the tokens of a rounded model lose on average, in the eyes of the whole one."""
+    path = request.getfixturevalue(name)
+    oracle = oracle_of(path)
+    lost = []
+    for prompt, tokens in zip(
+        PROMPTS, answers(path, dtype="bfloat16", kernels=kernels).values(), strict=True
+    ):
+        rows = range(len(prompt) - 1, len(prompt) + len(tokens) - 1)
+        logits = oracle.logits([*prompt, *tokens], list(rows))
+        chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        lost.append((logits.amax(-1) - chosen) / logits.abs().amax(-1))
+    assert float(torch.cat(lost).mean()) < margin
+
+
 def test_windows_answer_as_the_oracle(make_engine: Any, tmp_path: Path) -> None:
     path = write_tiny_model(
         tmp_path / "window",

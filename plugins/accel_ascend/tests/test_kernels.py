@@ -10,12 +10,14 @@ import torch
 
 from deepinfer_ascend import AscendKernelsConfig
 from deepinfer_ascend.calls import Calls
+from deepinfer_ascend.int8 import Int8Linear, rounded
 from deepinfer_ascend.kernels import AscendKernels, build
+from deepinfer_ascend.mx import MxLinear
 from deepinfer_ascend.testing.conformance import NpuKernelsContract
 from deepinfer_ascend.testing.emulated import WIDE, build_kernels
 from deepinfer_core.builtin.torch_kernels import TorchKernels
 from deepinfer_core.components import Verified
-from deepinfer_core.errors import CompositionError
+from deepinfer_core.errors import CompositionError, ConfigError
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts
 from deepinfer_core.ops.table import OP_NAMES, choose
 
@@ -57,6 +59,15 @@ def test_rounding_is_used_only_when_it_is_asked_for_and_shows_in_names() -> None
     assert "mx" not in "".join(served(facts).values())
     assert served(facts, mx="mxfp8")["linear"] == "npu_quant_matmul_mxfp8"
     assert served(facts, mx="mxfp4")["moe_experts"] == "npu_grouped_matmul_mxfp4"
+    assert "int8" not in "".join(served(facts).values())
+    in_int8 = served(facts, int8=True)
+    assert in_int8["linear"] == "npu_quant_matmul_int8"
+    assert in_int8["moe_experts"] == "npu_grouped_matmul_int8"
+
+
+def test_only_one_format_can_be_asked_for() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        AscendKernelsConfig(mx="mxfp8", int8=True)
 
 
 def test_graphs_need_the_attention_that_they_capture() -> None:
@@ -66,8 +77,12 @@ def test_graphs_need_the_attention_that_they_capture() -> None:
     assert served(facts, graphs=True)["decoder_layers"] == "acl_graph"
 
 
-@pytest.mark.parametrize(("mx", "tolerance"), [("mxfp8", 0.12), ("mxfp4", 0.35)])
-def test_rounded_experts_are_near_dense_ones(mx: str, tolerance: float) -> None:
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [({"mx": "mxfp8"}, 0.12), ({"mx": "mxfp4"}, 0.35), ({"int8": True}, 0.03)],
+    ids=str,
+)
+def test_rounded_experts_are_near_dense_ones(config: dict[str, Any], tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     experts, hidden, inner = 4, 128, 64
 
@@ -81,9 +96,10 @@ def test_rounded_experts_are_near_dense_ones(mx: str, tolerance: float) -> None:
     x = torch.randn(9, hidden, generator=generator).bfloat16()
     chances, ids = torch.softmax(torch.randn(9, experts, generator=generator), -1).topk(2)
     results = []
-    for config in (AscendKernelsConfig(), AscendKernelsConfig(mx=mx)):
+    for asked in ({}, config):
         facts = OpFacts(device_type="cpu", dtype="bfloat16")
-        offers = build_kernels(config, KernelsContext(device_type="cpu")).providers()
+        made = AscendKernelsConfig(**asked)
+        offers = build_kernels(made, KernelsContext(device_type="cpu")).providers()
         best = max((p for p in offers if p.op == "moe_experts"), key=lambda p: p.priority)
         op = best.build(facts)
         results.append(op.run(x, chances, ids, op.prepare(gate_up, down)).double())
@@ -91,17 +107,51 @@ def test_rounded_experts_are_near_dense_ones(mx: str, tolerance: float) -> None:
     assert 0 < error < tolerance
 
 
-def test_rounded_products_are_near_dense_ones_where_rounding_is_allowed() -> None:
+@pytest.mark.parametrize(
+    ("kind", "bounds"), [(MxLinear, (0.005, 0.06)), (Int8Linear, (2e-3, 0.02))]
+)
+def test_rounded_products_are_near_dense_ones_where_rounding_is_allowed(
+    kind: type[Any], bounds: tuple[float, float]
+) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = (torch.randn(40, 128, generator=generator) / 11).bfloat16()
     x = torch.randn(5, 128, generator=generator).bfloat16()
-    from deepinfer_ascend.mx import MxLinear
-
+    bias = torch.randn(40, generator=generator).bfloat16()
     build_kernels(AscendKernelsConfig(), KernelsContext(device_type="cpu"))
-    op, exact = MxLinear(Calls(WIDE)), x.double() @ weight.double().t()
-    for may_round, least, most in ((False, 0.0, 0.01), (True, 0.005, 0.06)):
-        found = op.run(x, op.prepare(weight, may_round=may_round)).double()
+    op, exact = kind(Calls(WIDE)), x.double() @ weight.double().t() + bias.double()
+    for may_round, least, most in ((False, 0.0, 0.01), (True, *bounds)):
+        found = op.run(x, op.prepare(weight, bias, may_round=may_round)).double()
         assert least <= (found - exact).norm() / exact.norm() < most
+
+
+def test_products_in_int8_are_exact_for_whole_numbers() -> None:
+    """Scales of rows and outputs do not mix, and no sum is rounded before them."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randint(-126, 127, (8, 64), generator=generator).float()
+    x = torch.randint(-126, 127, (3, 64), generator=generator).float()
+    weight[:, 0], x[:, 1] = 127, 127
+    outputs, rows = 2.0 ** torch.arange(-4, 4), 2.0 ** torch.arange(3)
+    data, scale = rounded(weight * outputs[:, None])
+    assert data.float().equal(weight)
+    assert scale.float().equal(outputs)
+    build_kernels(AscendKernelsConfig(), KernelsContext(device_type="cpu"))
+    op = Int8Linear(Calls(WIDE))
+    found = op.run(
+        (x * rows[:, None]).bfloat16(), op.prepare(weight * outputs[:, None], may_round=True)
+    )
+    exact = (x * rows[:, None]) @ (weight * outputs[:, None]).t()
+    assert found.equal(exact.bfloat16())
+
+
+def test_rows_and_outputs_of_zeros_stay_zero_in_int8() -> None:
+    build_kernels(AscendKernelsConfig(), KernelsContext(device_type="cpu"))
+    op = Int8Linear(Calls(WIDE))
+    weight, x = torch.randn(4, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    weight[1], x[2] = 0, 0
+    found = op.run(x, op.prepare(weight, may_round=True))
+    assert not found[:, 1].any()
+    assert not found[2].any()
+    assert bool(found[0, 0] != 0)
 
 
 def test_wide_gelu_goes_to_torch() -> None:

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from attrs import field, frozen, validators
+from attrs import Attribute, field, frozen, validators
 
 from deepinfer_core import Component, Facts, Feature, Priority, Verified, hookimpl
 from deepinfer_core.typed import typed
@@ -52,11 +52,19 @@ class AscendKernelsConfig:
         mx: format in which experts, and projections that a model lets be rounded, are multiplied:
             ``mxfp8``, or ``mxfp4`` for weights of experts with ``mxfp8`` for what they meet. It
             changes numbers, so it is ``off`` unless asked for.
+        int8: multiply the same matrices in INT8 instead: rows scaled one by one as they come, each
+            output of a matrix by its own scale. Changes numbers, so ``false`` unless asked for.
         graphs: replay steps that only decode as captured ACL graphs.
     """
 
     mx: str = field(default="off", validator=validators.in_(MX_FORMATS))
+    int8: bool = field(default=False, validator=validators.instance_of(bool))
     graphs: bool = field(default=False, validator=validators.instance_of(bool))
+
+    @int8.validator
+    def _one_format(self, attribute: Attribute[bool], value: bool) -> None:
+        if value and self.mx != "off":
+            raise ValueError(f"int8 and mx = {self.mx!r} exclude each other: set one of them")
 
 
 def _lazy(module: str, name: str = "build") -> Callable[[Any, Any], Any]:

@@ -283,6 +283,89 @@ class Calls:
         )  # fmt: skip
         return out
 
+    def quantize_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows divided by scales of their own.
+
+        Args:
+            x: [n, k], bfloat16 or float16.
+
+        Returns:
+            Numbers [n, k] int8, and scales [n] float32.
+        """
+        op = "npu_dynamic_quant"
+        fits = x.dim() == 2 and x.dtype in self._attention_dtypes
+        require(fits, op, f"input is {_of(x)}: rows of 16 bits")
+        data, scale = _npu().npu_dynamic_quant(x.contiguous())
+        return data, scale
+
+    def matmul_int8(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Product of two matrices in INT8.
+
+        Args:
+            x: [m, k], int8.
+            x_scale: [m], float32.
+            weight: [n, k], int8.
+            weight_scale: [n], float32.
+            dtype: of the result.
+        """
+        op = "npu_quant_matmul"
+        for name, side in (("x1", x), ("x2", weight)):
+            require(side.dim() == 2 and side.dtype == torch.int8, op, f"{name} is {_of(side)}")
+        same = weight.shape[1] == x.shape[1] <= INT8_COLUMNS
+        require(same, op, f"x1 is {_of(x)}, x2 is {_of(weight)} transposed")
+        for name, scale, side in (
+            ("pertoken_scale", x_scale, x), ("scale", weight_scale, weight),
+        ):  # fmt: skip
+            fits = scale.shape == side.shape[:1] and scale.dtype == torch.float32
+            require(fits, op, f"{name} is {_of(scale)} for {_of(side)}; float32, one a row")
+        out: Tensor = _npu().npu_quant_matmul(
+            x, weight.t(), weight_scale, pertoken_scale=x_scale, output_dtype=_enum(op, dtype)
+        )
+        return out
+
+    def grouped_matmul_int8(
+        self,
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        counts: Tensor,
+        *,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``grouped_matmul`` of numbers in INT8.
+
+        Args:
+            x: [rows, k], int8.
+            x_scale: [rows], float32.
+            weight: [experts, k, n], int8.
+            weight_scale: [experts, n], bfloat16.
+            counts: [experts], int64.
+            dtype: of the result.
+        """
+        op = "npu_grouped_matmul"
+        _check_groups(op, x, weight, counts)
+        for name, side in (("x", x), ("weight", weight)):
+            require(side.dtype == torch.int8, op, f"{name} is {_of(side)}, not int8")
+        fits = x_scale.shape == x.shape[:1] and x_scale.dtype == torch.float32
+        require(fits, op, f"per_token_scale is {_of(x_scale)}; float32, one a row of x {_of(x)}")
+        experts, _, n = weight.shape
+        fits = weight_scale.shape == (experts, n) and weight_scale.dtype == torch.bfloat16
+        require(fits, op, f"scale is {_of(weight_scale)}; bfloat16 [experts, n]")
+        out: Tensor = _npu().npu_grouped_matmul(
+            [x], [weight], scale=[weight_scale], per_token_scale=[x_scale], group_list=counts,
+            split_item=2, group_type=0, group_list_type=1, output_dtype=_enum(op, dtype),
+        )[0]  # fmt: skip
+        return out
+
     # --------------------------------------------------------------------------------- attention
 
     def write_pages(
@@ -384,6 +467,9 @@ class Calls:
 
 GELU_COLUMNS = 1024
 """Most columns of ``gelu_mul``."""
+
+INT8_COLUMNS = 65535
+"""Most inputs of a product in INT8."""
 
 
 def _npu() -> Any:

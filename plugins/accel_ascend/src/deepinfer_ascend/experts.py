@@ -76,6 +76,10 @@ class GroupedExperts:
     ) -> Tensor:
         return self._calls.grouped_matmul(x, weight[0], counts, bias)
 
+    def _of_rows(self, bias: Tensor, counts: Tensor, out: Tensor) -> Tensor:
+        """The bias of each row's expert, for products that take none."""
+        return bias.repeat_interleave(counts, 0, output_size=out.shape[0]).to(out.dtype)
+
     def _activated(self, gate_up: Tensor, handle: Stacked) -> Tensor:
         act = handle.activation
         if act == PLAIN:
@@ -111,6 +115,4 @@ class MxExperts(GroupedExperts):
         assert scale is not None
         rounded, x_scale = self._calls.quantize_mx(x)
         out = self._calls.grouped_matmul_mx(rounded, x_scale, data, scale, counts, dtype=x.dtype)
-        if bias is None:
-            return out
-        return out + bias.repeat_interleave(counts, 0, output_size=x.shape[0]).to(out.dtype)
+        return out if bias is None else out + self._of_rows(bias, counts, out)

@@ -15,6 +15,7 @@ from deepinfer_ascend import AscendKernelsConfig, sparse
 from deepinfer_ascend.calls import GELU_COLUMNS, Calls
 from deepinfer_ascend.experts import GroupedExperts, MxExperts
 from deepinfer_ascend.graphs import GraphedLayers
+from deepinfer_ascend.int8 import Int8Experts, Int8Linear
 from deepinfer_ascend.layers import LayerOps
 from deepinfer_ascend.mx import MxLinear
 from deepinfer_ascend.runtime import Capture, NpuCapture
@@ -201,6 +202,8 @@ class AscendKernels:
         made += self._latent()
         if self._config.mx != "off":
             made += self._rounded()
+        if self._config.int8:
+            made += self._in_int8()
         if self._config.graphs:
             made.append(self._graphed())
         return made
@@ -209,13 +212,27 @@ class AscendKernels:
         """What a decoder's layers consist of."""
         calls = self._calls
         return LayerOps(
-            linear=MatrixLinear() if self._config.mx == "off" else MxLinear(calls),
+            linear=self._linear(),
             embedding=OPS["embedding"](),
             rms_norm=NpuRmsNorm(calls),
             add_rms_norm=NpuAddRmsNorm(calls),
             rope=NpuRope(calls),
             silu_mul=NpuSiluMul(calls),
         )
+
+    def _linear(self) -> Any:
+        """``Linear`` as configured."""
+        if self._config.int8:
+            return Int8Linear(self._calls)
+        return MatrixLinear() if self._config.mx == "off" else MxLinear(self._calls)
+
+    def _in_int8(self) -> list[OpProvider]:
+        """What multiplies in INT8, as asked for."""
+        offers: list[tuple[str, str, Any]] = [
+            ("linear", "npu_quant_matmul_int8", lambda _: self._linear()),
+            ("moe_experts", "npu_grouped_matmul_int8", lambda _: Int8Experts(self._calls)),
+        ]
+        return [self._provider(op, name, make, self._narrow, BEST + 1) for op, name, make in offers]
 
     def _rounded(self) -> list[OpProvider]:
         """What multiplies in blocks that share a scale, as asked for."""
@@ -224,7 +241,7 @@ class AscendKernels:
             self._provider(
                 "linear",
                 "npu_quant_matmul_mxfp8",
-                lambda _: MxLinear(self._calls),
+                lambda _: self._linear(),
                 self._narrow,
                 BEST + 1,
             ),

@@ -206,7 +206,14 @@ def npu_grouped_matmul(
         group_list if group_list_type == 1 else group_list.diff(prepend=group_list.new_zeros(1))
     )
     rows, matrices = x[0], weight[0]
-    if scale is not None:
+    if scale is not None and rows.dtype == torch.int8:
+        assert per_token_scale is not None
+        _needs(scale_dtype is None and per_token_scale_dtype is None, "plain scales")
+        _needs(matrices.dtype == torch.int8 and scale[0].dtype == torch.bfloat16, "int8")
+        # Sums of products of INT8 are whole numbers; scales come afterwards.
+        rows = rows.double() * per_token_scale[0].double().unsqueeze(-1)
+        matrices = matrices.double() * scale[0].double().unsqueeze(1)
+    elif scale is not None:
         assert per_token_scale is not None
         _needs(scale_dtype == per_token_scale_dtype == 293, "scales that are powers of two")
         rows = unblocked(rows, per_token_scale[0])
@@ -216,8 +223,10 @@ def npu_grouped_matmul(
             turned = four_bit_numbers(turned)
         matrices = unblocked(turned, scale[0].transpose(1, 2)).transpose(1, 2)
     out = []
-    for expert, part in enumerate(rows.float().split(numbers.tolist())):
-        y = part @ matrices[expert].float()
+    if rows.dtype != torch.float64:
+        rows = rows.float()
+    for expert, part in enumerate(rows.split(numbers.tolist())):
+        y = part @ matrices[expert].to(rows.dtype)
         out.append(y if bias is None else y + bias[0][expert].float())
     dtype = x[0].dtype if output_dtype is None else _dtype_of(output_dtype)
     return [torch.cat(out).to(dtype)]
@@ -256,6 +265,25 @@ def npu_dynamic_mx_quant(
     return codes[..., ::2] | codes[..., 1::2] << 4, scale
 
 
+@_op
+def npu_dynamic_quant(
+    input: Tensor,
+    *,
+    smooth_scales: Tensor | None = None,
+    group_index: Tensor | None = None,
+    dst_type: int | None = None,
+    quant_mode: str = "pertoken",
+    dst_type_max: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Rows divided by a 127th of their largest number, rounded to whole ones."""
+    _needs(smooth_scales is None and group_index is None and dst_type is None, "plain int8")
+    _needs(quant_mode == "pertoken", quant_mode)
+    wide = input.float()
+    scale = wide.abs().amax(-1) / 127
+    numbers = torch.where(scale.unsqueeze(-1) > 0, wide / scale.unsqueeze(-1), 0)
+    return numbers.round().clamp(-128, 127).to(torch.int8), scale
+
+
 def four_bit_numbers(packed: Tensor) -> Tensor:
     """[..., k / 2] uint8 -> [..., k], the lower half of a byte first."""
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
@@ -288,6 +316,12 @@ def npu_quant_matmul(
     """Product of two matrices in blocks."""
     assert pertoken_scale is not None
     assert output_dtype is not None
+    if x1.dtype == torch.int8:
+        _needs(x2.dtype == torch.int8 and bias is None and group_sizes is None, "plain int8")
+        _needs(scale_dtype is None and pertoken_scale_dtype is None, "plain scales")
+        sums = x1.double() @ x2.double()
+        scaled = sums * pertoken_scale.double().unsqueeze(-1) * scale.double()
+        return scaled.to(_dtype_of(output_dtype))
     _needs(scale_dtype == pertoken_scale_dtype == 293, "scales that are powers of two")
     _needs(list(group_sizes or ()) == [1, 1, 32], "group_sizes")
     left = unblocked(x1, pertoken_scale)

@@ -115,6 +115,7 @@ SETUPS: tuple[dict[str, Any], ...] = (
     {"kernels": {"graphs": True}},
     {"kernels": {"mx": "mxfp8"}},
     {"kernels": {"mx": "mxfp4"}},
+    {"kernels": {"int8": True}},
 )
 """Engines whose calls are recorded."""
 

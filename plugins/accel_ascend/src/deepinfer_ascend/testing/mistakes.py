@@ -50,6 +50,18 @@ def _product_of_blocks(calls: Calls, make: Callable[..., Tensor]) -> Tensor:
     )  # fmt: skip
 
 
+def _int8(calls: Calls, make: Callable[..., Tensor], **changes: Tensor) -> Tensor:
+    """A right product of experts in INT8, but for what is changed."""
+    arguments = {
+        "x": make(8, 128, dtype=torch.int8),
+        "x_scale": make(8, dtype=torch.float32),
+        "weight": make(4, 128, 64, dtype=torch.int8),
+        "weight_scale": make(4, 64),
+        "counts": make(4, dtype=torch.int64),
+    }
+    return calls.grouped_matmul_int8(**{**arguments, **changes}, dtype=torch.bfloat16)
+
+
 NOTICED = "inner size: a product of blocks"
 """The one that torch_npu notices too: its silence about the others says something."""
 
@@ -76,6 +88,12 @@ MISTAKES: dict[str, Maker] = {
     NOTICED: _product_of_blocks,
     "experts: more are chosen than there are": lambda calls, make: calls.gate(make(4, 8), 9),
     "gamma: longer than a row": lambda calls, make: calls.rms_norm(make(4, 64), make(65), 1e-6),
+    "scale shape: one scale for an expert in INT8": lambda calls, make: _int8(
+        calls, make, weight_scale=make(4, 1)
+    ),
+    "scale dtype: scales of rows in bfloat16": lambda calls, make: _int8(
+        calls, make, x_scale=make(8)
+    ),
     "slots: fewer than rows": lambda calls, make: calls.write_pages(
         make(4, 2, 128), make(4, 2, 128), make(6, 128, 2, 128), make(6, 128, 2, 128),
         make(3, dtype=torch.int32),

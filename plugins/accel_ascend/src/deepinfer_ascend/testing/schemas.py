@@ -17,6 +17,11 @@ SCHEMAS: tuple[str, ...] = (
         "alpha=1.702, float limit=7., float bias=1., bool interleaved=True) -> Tensor"
     ),
     (
+        "npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? "
+        'group_index=None, int? dst_type=None, str quant_mode="pertoken", float '
+        "dst_type_max=0.) -> (Tensor, Tensor)"
+    ),
+    (
         'npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int '
         "dst_type=296, int block_size=32, int? scale_alg=0, float dst_type_max=0., float "
         "max_low_bound=0.) -> (Tensor, Tensor)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from deepinfer_ascend.calls import MX_BLOCK, Calls
 from deepinfer_ascend.errors import require
+from deepinfer_ascend.stored import FP4_FORMATS, FP8_FORMATS, blocks_of
+from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.interfaces.kernels import GatedActivation
 
 PLAIN = GatedActivation()
@@ -42,8 +45,8 @@ class GroupedExperts:
 
     def prepare(
         self,
-        gate_up: Sequence[Tensor],
-        down: Sequence[Tensor],
+        gate_up: Sequence[Any],
+        down: Sequence[Any],
         biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
         activation: GatedActivation = PLAIN,
     ) -> Stacked:
@@ -60,7 +63,7 @@ class GroupedExperts:
             num_experts=len(gate_up),
         )
 
-    def _stack(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _stack(self, weights: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         return torch.stack([weight.t() for weight in weights]).contiguous(), None
 
     def run(self, x: Tensor, weights: Tensor, ids: Tensor, handle: Stacked) -> Tensor:
@@ -90,23 +93,55 @@ class GroupedExperts:
 class MxExperts(GroupedExperts):
     """``MoeExperts`` with weights in MXFP8 or MXFP4, and rows rounded to MXFP8.
 
+    Weights that a checkpoint stores in such blocks are multiplied as they are, whatever is asked
+    for others.
+
     Args:
         calls: ops of the device.
+        dtype: of the computation.
+        device: where weights go.
         four_bits: weights in MXFP4.
     """
 
-    def __init__(self, calls: Calls, *, four_bits: bool) -> None:
-        super().__init__(calls)
-        self._four_bits = four_bits
+    packed_formats = (*FP8_FORMATS, *FP4_FORMATS)
 
-    def _stack(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        inputs = weights[0].shape[1]
-        what = f"{inputs} inputs do not fill blocks; set kernels.ascend.mx to 'off'"
-        require(inputs % (2 * MX_BLOCK) == 0, "npu_dynamic_mx_quant", what)
-        stacked = torch.stack(list(weights))
-        data, scale = self._calls.quantize_mx(stacked, four_bits=self._four_bits)
+    def __init__(
+        self, calls: Calls, dtype: torch.dtype, device: torch.device, *, four_bits: bool
+    ) -> None:
+        super().__init__(calls)
+        self._dtype, self._device, self._four_bits = dtype, device, four_bits
+
+    def _stack(self, weights: Sequence[Tensor | PackedTensor]) -> tuple[Tensor, Tensor | None]:
+        data, scale = self._as_stored(weights) or self._quantized(weights)
         # Seen with inputs first, as the product wants them; the memory stays as it is.
         return data.transpose(1, 2), scale.transpose(1, 2)
+
+    def _as_stored(self, weights: Sequence[Tensor | PackedTensor]) -> tuple[Tensor, Tensor] | None:
+        found = []
+        for weight in weights:
+            if not isinstance(weight, PackedTensor):
+                return None
+            blocks = blocks_of(weight, self._device)
+            codes = blocks.codes()
+            if codes is None:
+                return None
+            found.append((blocks.data, codes))
+        if len({data.dtype for data, _ in found}) > 1:
+            return None
+        data, scale = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return data, scale
+
+    def _quantized(self, weights: Sequence[Tensor | PackedTensor]) -> tuple[Tensor, Tensor]:
+        """Of weights that are dense, or in blocks that do not fit: expanded, and rounded anew."""
+        dense = [
+            blocks_of(weight, self._device).dense() if isinstance(weight, PackedTensor) else weight
+            for weight in weights
+        ]
+        inputs = dense[0].shape[1]
+        what = f"{inputs} inputs do not fill blocks; set kernels.ascend.mx to 'off'"
+        require(inputs % (2 * MX_BLOCK) == 0, "npu_dynamic_mx_quant", what)
+        stacked = torch.stack([weight.to(self._device, self._dtype) for weight in dense])
+        return self._calls.quantize_mx(stacked, four_bits=self._four_bits)
 
     def _product(
         self, x: Tensor, weight: tuple[Tensor, Tensor | None], counts: Tensor, bias: Tensor | None

@@ -76,7 +76,7 @@ class Int8Linear:
 class Int8Experts(GroupedExperts):
     """``MoeExperts`` with weights and rows in INT8."""
 
-    def _stack(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _stack(self, weights: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         data, scale = rounded(torch.stack(list(weights)))
         # Seen with inputs first, as the product wants them; the memory stays as it is.
         return data.transpose(1, 2), scale

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -199,20 +198,16 @@ class AscendKernels:
             ),
             self._provider("draw", "host", lambda _: HostDraw(), floats, FALLBACK),
         ]
-        made += self._latent()
-        if self._config.mx != "off":
-            made += self._rounded()
-        if self._config.int8:
-            made += self._in_int8()
+        made += [*self._latent(), *self._rounded(), *self._in_int8()]
         if self._config.graphs:
             made.append(self._graphed())
         return made
 
-    def layer_ops(self) -> LayerOps:
+    def layer_ops(self, facts: OpFacts) -> LayerOps:
         """What a decoder's layers consist of."""
         calls = self._calls
         return LayerOps(
-            linear=self._linear(),
+            linear=self._linear(facts),
             embedding=OPS["embedding"](),
             rms_norm=NpuRmsNorm(calls),
             add_rms_norm=NpuAddRmsNorm(calls),
@@ -220,38 +215,52 @@ class AscendKernels:
             silu_mul=NpuSiluMul(calls),
         )
 
-    def _linear(self) -> Any:
+    def _linear(self, facts: OpFacts) -> Any:
         """``Linear`` as configured."""
         if self._config.int8:
             return Int8Linear(self._calls)
-        return MatrixLinear() if self._config.mx == "off" else MxLinear(self._calls)
+        if self._config.mx == "off":
+            return MatrixLinear()
+        return MxLinear(self._calls, *self._place(facts))
+
+    def _place(self, facts: OpFacts) -> tuple[torch.dtype, torch.device]:
+        """Dtype of the computation, and where weights go."""
+        return getattr(torch, facts.dtype), torch.device(self._device_type)
 
     def _in_int8(self) -> list[OpProvider]:
-        """What multiplies in INT8, as asked for."""
+        """What multiplies in INT8, if asked for."""
+        unasked = "" if self._config.int8 else "rounds to INT8; set kernels.ascend.int8 to use it"
         offers: list[tuple[str, str, Any]] = [
-            ("linear", "npu_quant_matmul_int8", lambda _: self._linear()),
+            ("linear", "npu_quant_matmul_int8", self._linear),
             ("moe_experts", "npu_grouped_matmul_int8", lambda _: Int8Experts(self._calls)),
         ]
-        return [self._provider(op, name, make, self._narrow, BEST + 1) for op, name, make in offers]
+        return [
+            self._provider(op, name, make, self._narrow, BEST + 1, unasked)
+            for op, name, make in offers
+        ]
 
     def _rounded(self) -> list[OpProvider]:
-        """What multiplies in blocks that share a scale, as asked for."""
-        four_bits = self._config.mx == "mxfp4"
+        """What multiplies in blocks that share a scale, if asked for; else listed only."""
+        asked = self._config.mx
+        four_bits = asked == "mxfp4"
+        unasked = ""
+        if asked == "off":
+            unasked = (
+                "rounds to blocks that share a scale; set kernels.ascend.mx to use it. Weights "
+                "that a checkpoint stores so are expanded without it"
+            )
+
+        def experts(facts: OpFacts) -> MxExperts:
+            return MxExperts(self._calls, *self._place(facts), four_bits=four_bits)
+
+        grouped = "mxfp4" if four_bits else "mxfp8"
+        offers: list[tuple[str, str, Any]] = [
+            ("linear", "npu_quant_matmul_mxfp8", self._linear),
+            ("moe_experts", f"npu_grouped_matmul_{grouped}", experts),
+        ]
         return [
-            self._provider(
-                "linear",
-                "npu_quant_matmul_mxfp8",
-                lambda _: self._linear(),
-                self._narrow,
-                BEST + 1,
-            ),
-            self._provider(
-                "moe_experts",
-                f"npu_grouped_matmul_{self._config.mx}",
-                lambda _: MxExperts(self._calls, four_bits=four_bits),
-                self._narrow,
-                BEST + 1,
-            ),
+            self._provider(op, name, make, self._narrow, BEST + 1, unasked)
+            for op, name, make in offers
         ]
 
     def _latent(self) -> list[OpProvider]:
@@ -301,7 +310,7 @@ class AscendKernels:
         return OpProvider(
             op="decoder_layers",
             name="acl_graph",
-            build=lambda facts: GraphedLayers(self._calls, self.layer_ops(), self._capture),
+            build=lambda facts: GraphedLayers(self._calls, self.layer_ops(facts), self._capture),
             why_not=why_not,
             priority=BEST,
             verified=Verified.WIRED,
@@ -315,12 +324,17 @@ class AscendKernels:
         make: Callable[[OpFacts], Any],
         dtypes: Sequence[str],
         priority: int = BEST,
+        unasked: str = "",
     ) -> OpProvider:
+        def why_not(facts: OpFacts) -> str | None:
+            fits = objection(facts, device_type=self._device_type, dtypes=dtypes)
+            return fits or unasked or None
+
         return OpProvider(
             op=op,
             name=name,
             build=make,
-            why_not=partial(objection, device_type=self._device_type, dtypes=tuple(dtypes)),
+            why_not=why_not,
             priority=priority,
             verified=Verified.WIRED,
         )

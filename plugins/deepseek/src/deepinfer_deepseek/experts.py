@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_core.errors import CheckpointError
-from deepinfer_deepseek.checkpoint.loading import matrix, stacked
+from deepinfer_core.interfaces.kernels import GatedActivation
+from deepinfer_deepseek.checkpoint.loading import joined, matrix, stacked
 from deepinfer_deepseek.numerics import Loader, added, apply_rows, sigmoid, wide
 from deepinfer_deepseek.stack import ExpertConfig
 
@@ -90,11 +91,28 @@ class Experts:
         self._limit, self._linear = config.limit, load.ops.linear
         self._gate = (HashGate if hashed else Gate)(config, base, load)
         self._inputs = load.inputs_of(f"{base}experts.0.w1.weight")
-        self._experts = [
-            self._held(f"{base}experts.{number}", load) for number in range(config.num_experts)
-        ]
+        self._op = load.ops.moe_experts
+        places = [f"{base}experts.{number}" for number in range(config.num_experts)]
+        self._grouped = self._as_stored(places, load)
+        self._experts = []
+        if self._grouped is None:
+            self._experts = [self._held(place, load) for place in places]
         gate, up, down = (load.tensor(f"{base}shared_experts.{name}.weight") for name in _NAMES)
         self._shared = self._prepared(torch.cat([gate, up]), down)
+
+    def _as_stored(self, places: list[str], load: Loader) -> Any:
+        """Handle of op "moe_experts" where it multiplies these matrices as stored, else None."""
+        gate_up, down = [], []
+        for place in places:
+            parts = [load.stored(self._op, f"{place}.{name}.weight") for name in _NAMES]
+            found = [part for part in parts if part is not None]
+            both = joined(found[:2]) if len(found) == len(parts) else None
+            if both is None:
+                return None
+            gate_up.append(both)
+            down.append(found[2])
+        activation = GatedActivation(limit=self._limit)
+        return self._op.prepare(gate_up, down, activation=activation)
 
     def _held(self, place: str, load: Loader) -> Callable[[], _Handles]:
         """An expert as it is stored: packed matrices are expanded for each step that uses them."""
@@ -121,6 +139,9 @@ class Experts:
             token_ids: [n], int64, for a gate that goes by them.
         """
         weights, ids = self._gate(x, token_ids)
+        if self._grouped is not None:
+            routed = wide(self._op.run(x, weights, ids, self._grouped))
+            return (routed + wide(self._run(self._shared, x, None))).to(x.dtype)
         out = torch.zeros_like(x, dtype=weights.dtype)
         for expert in torch.unique(ids).tolist():
             rows, places = torch.nonzero(ids == expert, as_tuple=True)

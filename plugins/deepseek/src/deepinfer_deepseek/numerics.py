@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_core.checkpoint.tensors import PackedTensor
 from deepinfer_core.interfaces.model import BuildRequest
 from deepinfer_core.models.rope import RopeSpec, tables
 from deepinfer_core.ops.rows import padded_rows
@@ -42,16 +43,22 @@ class Projection:
 
     Args:
         op: the bound op ``linear``.
-        weight: [outputs, inputs], dense or packed.
+        weight: [outputs, inputs], dense or packed; the op may round what meets packed numbers.
         inputs: how rows are rounded before.
     """
 
     def __init__(self, op: Any, weight: Any, inputs: Round = unchanged) -> None:
-        self._op, self._handle, self._inputs = op, op.prepare(weight, None), inputs
+        self._op, self._handle, self._inputs = op, prepared(op, weight), inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, inputs] -> [n, outputs]."""
         return apply_rows(self._op, self._handle, self._inputs(x))
+
+
+def prepared(op: Any, weight: Tensor | PackedTensor) -> Any:
+    """Handle of a matrix without bias."""
+    options = {"may_round": True} if isinstance(weight, PackedTensor) else {}
+    return op.prepare(weight, None, **options)
 
 
 def apply_rows(op: Any, handle: Any, x: Tensor) -> Tensor:
@@ -138,6 +145,23 @@ class Loader:
         """Dense, in the dtype of the computation."""
         return self.request.read(name).to(self.request.device, self.dtype)
 
+    def stored(self, op: Any, name: str) -> PackedTensor | None:
+        """A matrix as it is stored, where an op multiplies it so, rows rounded by the op.
+
+        None where it does not, and where the model rounds rows itself.
+        """
+        formats = getattr(op, "packed_formats", ())
+        if not formats or name not in self._packed or self._inputs is not unchanged:
+            return None
+        found: PackedTensor | None = self.request.read_packed(name)
+        return found if found is not None and found.format in formats else None
+
+    def matrix(self, name: str) -> Tensor | PackedTensor:
+        """A matrix as op "linear" takes it."""
+        op = self.ops.linear
+        packed = self.stored(op, name) if hasattr(op, "may_round") else None
+        return self.tensor(name) if packed is None else packed
+
     def wide(self, name: str) -> Tensor:
         """Dense, in what sums are computed in."""
         return self.request.read(name).to(self.request.device, wide_dtype(self.dtype))
@@ -145,7 +169,7 @@ class Loader:
     def projection(self, name: str) -> Projection:
         """A matrix for rows of the computation's dtype."""
         name = f"{name}.weight"
-        return Projection(self.ops.linear, self.tensor(name), self.inputs_of(name))
+        return Projection(self.ops.linear, self.matrix(name), self.inputs_of(name))
 
     def wide_projection(self, name: str) -> Projection:
         """A matrix whose products are computed in at least float32."""

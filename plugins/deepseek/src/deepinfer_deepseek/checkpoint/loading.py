@@ -100,6 +100,24 @@ def stacked(matrices: Sequence[Matrix]) -> Tensor:
     return out
 
 
+def joined(parts: Sequence[PackedTensor]) -> PackedTensor | None:
+    """Rows of several packed matrices, one after another; None where blocks would not go on."""
+    first, scales = parts[0], [part.scales for part in parts if part.scales is not None]
+    found = MatrixFormat.named(first.format)
+    if found is None or len(scales) < len(parts):
+        return None
+    if any(part.format != first.format or part.shape[0] % found.rows for part in parts):
+        return None
+    # Eight bits without a meaning: not every backend joins tensors of scales.
+    codes = torch.cat([part.view(torch.uint8) for part in scales]).view(scales[0].dtype)
+    return attrs.evolve(
+        first,
+        data=torch.cat([part.data for part in parts]),
+        scales=codes,
+        shape=(sum(part.shape[0] for part in parts), first.shape[1]),
+    )
+
+
 def matrix(request: BuildRequest, name: str) -> Matrix:
     """Take a matrix as it is stored."""
     packed = request.read_packed(name)

@@ -54,12 +54,20 @@ class AscendKernelsConfig:
             changes numbers, so it is ``off`` unless asked for.
         int8: multiply the same matrices in INT8 instead: rows scaled one by one as they come, each
             output of a matrix by its own scale. Changes numbers, so ``false`` unless asked for.
+        triton: norms, rotation and gated activations by kernels in Triton, which Triton-Ascend
+            compiles. They were emulated, never compiled for a chip, so ``false`` unless asked for.
         graphs: replay steps that only decode as captured ACL graphs.
     """
 
     mx: str = field(default="off", validator=validators.in_(MX_FORMATS))
     int8: bool = field(default=False, validator=validators.instance_of(bool))
+    triton: bool = field(default=False, validator=validators.instance_of(bool))
     graphs: bool = field(default=False, validator=validators.instance_of(bool))
+
+    @graphs.validator
+    def _eager_kernels(self, attribute: Attribute[bool], value: bool) -> None:
+        if value and self.triton:
+            raise ValueError("graphs and triton exclude each other: set one of them")
 
     @int8.validator
     def _one_format(self, attribute: Attribute[bool], value: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_ascend import AscendKernelsConfig, sparse
+from deepinfer_ascend import AscendKernelsConfig, sparse, triton_ops
 from deepinfer_ascend.calls import GELU_COLUMNS, Calls
 from deepinfer_ascend.experts import GroupedExperts, MxExperts
 from deepinfer_ascend.graphs import GraphedLayers
@@ -19,6 +19,7 @@ from deepinfer_ascend.layers import LayerOps
 from deepinfer_ascend.mx import MxLinear
 from deepinfer_ascend.runtime import Capture, NpuCapture
 from deepinfer_ascend.soc import ASCEND_950
+from deepinfer_ascend.triton_ops import Launch
 from deepinfer_core.components import Priority, Verified
 from deepinfer_core.interfaces.kernels import KernelsContext, OpFacts, OpProvider
 from deepinfer_core.ops.reference import OPS
@@ -158,6 +159,7 @@ class AscendKernels:
         capture: captures graphs; None = torch_npu does.
         wide: also serve float32 where the documentation has 16 bits only; for comparing wiring.
         flash_mla: stands in for the library; None = the one that is installed.
+        launch: starts kernels in Triton in place of Triton-Ascend.
     """
 
     def __init__(
@@ -169,9 +171,10 @@ class AscendKernels:
         capture: Capture | None = None,
         wide: bool = False,
         flash_mla: Any = None,
+        launch: Launch | None = None,
     ) -> None:
         self._config, self._calls, self._device_type = config, calls, device_type
-        self._flash_mla = flash_mla
+        self._flash_mla, self._launch = flash_mla, launch
         self._capture = capture or NpuCapture()
         self._narrow = ("bfloat16", "float32") if wide else ("bfloat16",)
 
@@ -198,7 +201,7 @@ class AscendKernels:
             ),
             self._provider("draw", "host", lambda _: HostDraw(), floats, FALLBACK),
         ]
-        made += [*self._latent(), *self._rounded(), *self._in_int8()]
+        made += [*self._latent(), *self._rounded(), *self._in_int8(), *self._in_triton(floats)]
         if self._config.graphs:
             made.append(self._graphed())
         return made
@@ -237,6 +240,30 @@ class AscendKernels:
         return [
             self._provider(op, name, make, self._narrow, BEST + 1, unasked)
             for op, name, make in offers
+        ]
+
+    def _in_triton(self, dtypes: Sequence[str]) -> list[OpProvider]:
+        """Kernels in Triton, if asked for."""
+
+        def why_not(facts: OpFacts) -> str | None:
+            if not self._config.triton:
+                return "never compiled for a chip; set kernels.ascend.triton to use it"
+            reason = objection(facts, device_type=self._device_type, dtypes=dtypes)
+            return reason or (triton_ops.why_not() if self._launch is None else None)
+
+        def builder(kind: Any) -> Callable[[OpFacts], Any]:
+            return lambda _: kind(self._launch or triton_ops.start)
+
+        return [
+            OpProvider(
+                op=op,
+                name="triton",
+                build=builder(kind),
+                why_not=why_not,
+                priority=BEST + 1,
+                verified=Verified.WIRED,
+            )
+            for op, kind in triton_ops.TRITON_OPS.items()
         ]
 
     def _rounded(self) -> list[OpProvider]:

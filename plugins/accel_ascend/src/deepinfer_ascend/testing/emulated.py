@@ -6,6 +6,8 @@ What it composes runs every call of the backend through ``emulation``.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -161,7 +163,19 @@ def build_kernels(config: AscendKernelsConfig, context: KernelsContext) -> Ascen
         capture=capture,
         wide=True,
         flash_mla=flash_mla.library(),
+        launch=triton_launcher() if config.triton else None,
     )
+
+
+def triton_launcher(**options: Any) -> Any:
+    """An emulation of Triton on the host, which comes with another plugin; None without it.
+
+    Args:
+        options: of it.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("deepinfer_sm100", "triton")):
+        return None
+    return importlib.import_module("deepinfer_sm100.emulation").Emulator(**options)
 
 
 def build_attention(config: Any, context: AttentionContext) -> FusedAttention:

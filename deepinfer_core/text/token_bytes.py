@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +47,55 @@ def token_bytes(
         return token.replace(_SPACE, " ").encode()
 
     return read
+
+
+class ByteDecoder:
+    """What a pure byte-level decoder does, a look-up for each token.
+
+    The library lets the interpreter's lock go for every text, however short: a server waits longer
+    to get it back than the decoding takes.
+
+    Args:
+        backend: the vocabulary; its decoder is ``ByteLevel`` and nothing else.
+        skipped: spellings of tokens that are left out on request.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skipped: Container[str]) -> None:
+        self._backend, self._skipped = backend, skipped
+        self._byte_of = {letter: byte for byte, letter in enumerate(_letters())}
+        self._all: dict[int, bytes] = {}
+        self._shown: dict[int, bytes] = {}
+
+    @staticmethod
+    def serves(backend: tokenizers.Tokenizer) -> bool:
+        """Whether this is how a vocabulary is decoded."""
+        return type(backend.decoder).__name__ == "ByteLevel"
+
+    def decode(self, ids: Sequence[int], *, skip: bool) -> str:
+        """Return the text of ids.
+
+        Raises:
+            OverflowError: an id is negative or needs more than 32 bits.
+            TypeError: an id is no integer.
+        """
+        known = self._shown if skip else self._all
+        try:
+            parts = [known[token_id] for token_id in ids]
+        except KeyError:
+            parts = [self._learn(token_id, skip) for token_id in ids]
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def _learn(self, token_id: int, skip: bool) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:  # not kept: there is no end of ids without a token
+            return b""
+        if all(letter in self._byte_of for letter in token):
+            spelled = bytes(self._byte_of[letter] for letter in token)
+        else:
+            spelled = token.encode()
+        self._all[int(token_id)] = spelled
+        shown = self._shown[int(token_id)] = b"" if token in self._skipped else spelled
+        return shown if skip else spelled
 
 
 def _letters() -> list[str]:

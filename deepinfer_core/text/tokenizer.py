@@ -19,6 +19,7 @@ import tokenizers
 from deepinfer_core import values
 from deepinfer_core.errors import RequestError, TokenizerError, reason
 from deepinfer_core.text.gguf_tokenizer import tokenizer_from_metadata
+from deepinfer_core.text.token_bytes import ByteDecoder, token_bytes
 
 _TOKEN_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A blank put before a text belongs to its very beginning, not to a part that follows a token.
@@ -58,6 +59,9 @@ class Tokenizer:
             word[:length] for word in self._control for length in range(1, len(word))
         )
         self._control_pattern = _any_of(self._control)
+        self._byte_decoder = (
+            ByteDecoder(backend, self._control) if ByteDecoder.serves(backend) else None
+        )
         self.special_ids = frozenset(special_ids).union(self._control_ids.values())
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
@@ -169,6 +173,8 @@ class Tokenizer:
             RequestError: an id is no integer, negative, or needs more than 32 bits.
         """
         try:
+            if self._byte_decoder is not None:
+                return self._byte_decoder.decode(ids, skip=skip_special_tokens)
             return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
         except (OverflowError, TypeError):
             allowed = f"a sequence of token ids from 0 to {self.vocab_size - 1}"
@@ -189,8 +195,6 @@ class Tokenizer:
     @cached_property
     def bytes_of(self) -> Callable[[int], bytes]:
         """``token id -> bytes`` it stands for; nothing for control tokens and unknown ids."""
-        from deepinfer_core.text.token_bytes import token_bytes
-
         return token_bytes(self._backend, self.special_ids)
 
     def id_of(self, token: str) -> int | None:

@@ -182,6 +182,26 @@ def test_what_the_tokenizer_says_about_itself() -> None:
     assert SMOLLM.id_of("no such token") is None
 
 
+def byte_level_backend() -> tokenizers.Tokenizer:
+    """Trained, with added tokens whose letters stand for bytes, for themselves, or for both."""
+    backend = train("gpt-2")
+    backend.add_special_tokens(["<end>", "\u00ef\u00bd", "a b"])
+    backend.add_tokens(["\u00e9", "\u00ff", "x y", "\u4e00", "\u0120z"])
+    return backend
+
+
+BYTE_LEVEL = byte_level_backend()
+
+
+@given(ids=st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 3), max_size=12))
+def test_byte_level_texts_are_those_of_the_library(ids: list[int]) -> None:
+    tokenizer = Tokenizer(BYTE_LEVEL, special_ids=[5])
+    for skip in (False, True):
+        expected = BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
+        assert tokenizer.decode(ids, skip_special_tokens=skip) == expected  # now from memory
+
+
 def test_special_tokens_are_skipped_on_request() -> None:
     ids = SMOLLM.encode("<|im_start|>hi<|im_end|>")
     assert SMOLLM.decode(ids) == "hi"

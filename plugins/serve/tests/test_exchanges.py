@@ -296,6 +296,27 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(gated: Any, gate: Any)
     live.thread.join()
 
 
+@pytest.mark.parametrize("status", [b"503", b"413"])
+def test_an_answer_that_closes_is_not_lost_on_who_still_sends(
+    gated: Any, gate: Any, status: bytes
+) -> None:
+    size = 1 << 21  # more than a server takes in unasked
+    live = gated(drain_timeout_s=1e6, max_body_bytes=1000)
+    waiting = threading.Thread(target=lambda: ask(live, prompts=["hello"]))
+    waiting.start()
+    until(lambda: live.engine.has_work)
+    if status == b"503":
+        live.server.handle_exit(15, None)
+    with socket.create_connection(live.url.removeprefix("http://").split(":")) as raw:
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n"
+        raw.sendall(head.encode() + b"x" * size)
+        found = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert found.startswith(b"HTTP/1.1 " + status)
+    assert found.endswith(b"}")
+    gate.open()
+    waiting.join()
+
+
 def test_a_second_signal_ends_what_runs(gated: Any, gate: Any) -> None:
     live = gated(drain_timeout_s=1e6)
     with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ from deepinfer_core.interfaces.wire import Fault, ServerEvent, WireFormat, to_js
 
 RETRY_AFTER_S = 1
 """What clients are told to wait when the server is full: a slot is free after any answer ends."""
+
+
+LINGER_S = 1.0
+"""For how long a body is read that nobody wants."""
 
 
 class ClientGone(Exception):
@@ -41,6 +46,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, timeout_s: fl
                 status=415,
             )
         if name == b"content-length" and value.isdigit() and int(value) > limit:
+            await pass_over(receive)
             raise too_large
     parts: list[bytes] = []
     size = 0
@@ -53,12 +59,27 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int, timeout_s: fl
                 part = message.get("body", b"")
                 size += len(part)
                 if size > limit:
-                    raise too_large
+                    break
                 parts.append(part)
                 if not message.get("more_body"):
                     return b"".join(parts)
     except TimeoutError:
         raise ProtocolError(f"the body did not arrive within {timeout_s:g} s", status=408) from None
+    if message.get("more_body"):
+        await pass_over(receive)
+    raise too_large
+
+
+async def pass_over(receive: Receive) -> None:
+    """Read what comes of a body that nobody wants, for a while, before a connection is closed.
+
+    To close one from which something was not read resets it, and a client that is still sending
+    may never see the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (await receive()).get("more_body"):
+                pass
 
 
 async def send_json(

@@ -26,6 +26,7 @@ from deepinfer_serve.answers import (
     ClientGone,
     EventStream,
     SlowReader,
+    pass_over,
     read_body,
     send_fault,
     send_json,
@@ -55,6 +56,7 @@ class FormatEndpoint:
         site = self._site
         if site.draining:
             fault = Fault(status=503, message="the server is shutting down", code="shutting_down")
+            await pass_over(receive)  # this answer closes the connection
             await self._refuse(send, fault)
             return
         if site.busy >= site.options.max_requests:

@@ -141,6 +141,10 @@ class EventStream:
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send, self._timeout_s = send, timeout_s
         self.open = False
+        self._began_s: float | None = None
+        self._writer: asyncio.Task[Any] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._stalled = False
 
     async def start(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Promise a stream."""
@@ -166,10 +170,34 @@ class EventStream:
     async def end(self) -> None:
         """Say that nothing more will come."""
         await self._write(b"", more=False)
+        if self._watch is not None:
+            self._watch.cancel()
 
     async def _write(self, body: bytes, *, more: bool) -> None:
+        # One timer looks after many writes: to set one for each takes longer than to encode it.
+        self._writer, self._began_s = asyncio.current_task(), asyncio.get_running_loop().time()
+        if self._watch is None:
+            self._look_after(self._timeout_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
+            await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except asyncio.CancelledError:
+            if not self._stalled or self._writer is None or self._writer.uncancel():
+                raise
             raise SlowReader from None
+        finally:
+            self._began_s = None
+
+    def _look_after(self, seconds: float) -> None:
+        self._watch = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        """Give a write up that has taken too long; the next one asks again where there is none."""
+        self._watch = None
+        if self._began_s is None or self._writer is None:
+            return
+        left_s = self._began_s + self._timeout_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            self._look_after(left_s)
+        else:
+            self._stalled = True
+            self._writer.cancel()

@@ -29,7 +29,6 @@ def token_bytes(
         token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()
     }
     byte_level = "ByteLevel" in repr(backend.decoder)
-    byte_of = {letter: byte for byte, letter in enumerate(_letters())}
 
     def read(token_id: int) -> bytes:
         if token_id in special_ids:
@@ -39,8 +38,9 @@ def token_bytes(
         token = backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return b""
-        if byte_level and all(letter in byte_of for letter in token):
-            return bytes(byte_of[letter] for letter in token)
+        spelled = _spelled_bytes(token) if byte_level else None
+        if spelled is not None:
+            return spelled
         single = _BYTE_TOKEN.fullmatch(token)
         if single is not None and not byte_level:
             return bytes([int(single[1], 16)])
@@ -62,7 +62,6 @@ class ByteDecoder:
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: Container[str]) -> None:
         self._backend, self._skipped = backend, skipped
-        self._byte_of = {letter: byte for byte, letter in enumerate(_letters())}
         self._all: dict[int, bytes] = {}
         self._shown: dict[int, bytes] = {}
 
@@ -89,9 +88,8 @@ class ByteDecoder:
         token = self._backend.id_to_token(token_id)
         if token is None:  # not kept: there is no end of ids without a token
             return b""
-        if all(letter in self._byte_of for letter in token):
-            spelled = bytes(self._byte_of[letter] for letter in token)
-        else:
+        spelled = _spelled_bytes(token)
+        if spelled is None:
             spelled = token.encode()
         self._all[int(token_id)] = spelled
         shown = self._shown[int(token_id)] = b"" if token in self._skipped else spelled
@@ -106,3 +104,13 @@ def _letters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+_BYTE_OF = {letter: byte for byte, letter in enumerate(_letters())}
+
+
+def _spelled_bytes(token: str) -> bytes | None:
+    """The bytes that a token's letters stand for, None if one of them stands for none."""
+    if all(letter in _BYTE_OF for letter in token):
+        return bytes(_BYTE_OF[letter] for letter in token)
+    return None

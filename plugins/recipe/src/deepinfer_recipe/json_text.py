@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 MAX_DEPTH = 64
@@ -29,18 +30,21 @@ def read_arguments(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and not is_deep(found) else None
 
 
-def is_deep(value: Any) -> bool:
-    """Whether a value is nested deeper than ``MAX_DEPTH`` levels."""
+def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether a value is nested deeper than ``most`` levels.
+
+    Walks without recursion: a hostile value may be deeper than Python's stack.
+    """
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > MAX_DEPTH:
+        if depth > most:
             return True
         below: list[Any] = []
         for item in level:
-            if isinstance(item, dict):
+            if isinstance(item, Mapping):
                 below += item.values()
-            elif isinstance(item, list):
+            elif isinstance(item, list | tuple):
                 below += item
         level = below
     return False

@@ -30,7 +30,8 @@ def check_schema(schema: Any, where: str) -> None:
         below: list[tuple[str, Any]] = []
         for place, item in level:
             if isinstance(item, Mapping):
-                for word in _unenforced(item):
+                word = next(_unenforced(item), None)
+                if word is not None:
                     raise RequestError(
                         f"{where} has {word} at {place}, which cannot be enforced; "
                         "leave it out, or say the same in other words"

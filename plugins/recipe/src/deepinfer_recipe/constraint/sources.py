@@ -16,6 +16,7 @@ from deepinfer_core.errors import RequestError
 from deepinfer_recipe.constraint.config import XgrammarConfig
 from deepinfer_recipe.constraint.schema_words import check_schema
 from deepinfer_recipe.constraint.tool_tags import tool_tag
+from deepinfer_recipe.json_text import is_deep
 
 ANY_OBJECT = {"type": "object"}
 
@@ -90,19 +91,8 @@ def _json(kind: str, source: Any, config: XgrammarConfig) -> str:
 
 
 def _check_depth(kind: str, source: Any, max_depth: int) -> None:
-    """Walk without recursion: a hostile source may be deeper than Python's stack."""
-    level, depth = [source], 0
-    while level:
-        depth += 1
-        if depth > max_depth:
-            raise RequestError(f"the {kind} is nested deeper than {max_depth} levels")
-        below: list[Any] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                below += item.values()
-            elif isinstance(item, list | tuple):
-                below += item
-        level = below
+    if is_deep(source, max_depth):
+        raise RequestError(f"the {kind} is nested deeper than {max_depth} levels")
 
 
 # --------------------------------------------------------------------------------- kinds
